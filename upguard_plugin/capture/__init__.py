@@ -1,0 +1,1 @@
+"""From tensors to events, inside the training process."""

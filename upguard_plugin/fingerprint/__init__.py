@@ -1,0 +1,1 @@
+"""The fingerprint of a tensor: definition, kernels, sketch. Loads nothing until a name is used."""

@@ -1,0 +1,1 @@
+"""From a verdict to text and JSON."""

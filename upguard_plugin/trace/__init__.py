@@ -1,0 +1,1 @@
+"""The file between training and comparison: writer and reader; never loads torch."""
