@@ -15,7 +15,7 @@ from upguard_plugin.trace.batch import NONE
 
 @dataclass(slots=True)
 class Position:
-    """The place in the run. `step` counts optimizer steps from `enable`; `iteration` is the framework's."""
+    """The place in the run: `step` counts from 0 at `enable`, `iteration` is the framework's own."""
 
     step: int = 0
     iteration: int | None = None

@@ -190,47 +190,22 @@ class Recorder:
     def _add_row(
         self, parts: tuple[Any, ...], microbatch: int | None, call: int, producer: int
     ) -> int:
-        key = self._ids.get(parts)
+        # Placements and groups are long tuples, too slow to hash for every event; the key table
+        # keeps each of them alive, so its id stays its own.
+        identity = (*parts[:8], id(parts[8]), id(parts[9]), *parts[10:])
+        key = self._ids.get(identity)
         if key is None:
-            key = self._intern(parts)
+            key = self._intern(parts, identity)
         if microbatch is None:
             microbatch = self.position.microbatch
         rows = self._rows
         rows.extend((key, microbatch, call, producer))
         return len(rows) // len(_FIELDS) - 1
 
-    def _intern(self, parts: tuple[Any, ...]) -> int:
-        (
-            boundary,
-            phase,
-            role,
-            slot,
-            dtype,
-            shape,
-            operator,
-            moment,
-            placement,
-            group,
-            op,
-            source,
-        ) = parts
-        self._keys.append(
-            EventKey(
-                boundary,
-                phase,
-                role,
-                slot,
-                str(dtype).removeprefix("torch."),
-                tuple(shape),
-                operator,
-                moment,
-                placement,
-                group,
-                op,
-                source,
-            )  # fmt: skip
-        )
-        self._ids[parts] = len(self._keys) - 1
+    def _intern(self, parts: tuple[Any, ...], identity: tuple[Any, ...]) -> int:
+        dtype, shape = str(parts[4]).removeprefix("torch."), tuple(parts[5])
+        self._keys.append(EventKey(*parts[:4], dtype, shape, *parts[6:]))
+        self._ids[identity] = len(self._keys) - 1
         return len(self._keys) - 1
 
     def _take_batch(self, mark: str | None) -> EventBatch | None:
