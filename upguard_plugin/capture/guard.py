@@ -14,13 +14,13 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
 from upguard_plugin.capture.placements import Placements, layout_of
@@ -28,11 +28,16 @@ from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.recorder import Recorder
 from upguard_plugin.capture.run import find_rank, open_run
 from upguard_plugin.capture.shield import shielded
-from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
+
+try:  # these land with their own change
+    from upguard_plugin.capture.data import DataProbe
+    from upguard_plugin.capture.state import StateProbe
+except ModuleNotFoundError:
+    DataProbe = StateProbe = None  # type: ignore[assignment,misc]
 
 Many = Sequence[Any] | Any
 
@@ -119,10 +124,11 @@ class Guard:
 
     def attach(self) -> None:
         """Hook all probes of the config's level in."""
-        self._states = StateProbe(self)
-        self._batches = DataProbe(self)
+        self._states = StateProbe(self) if StateProbe else None
+        self._batches = DataProbe(self) if DataProbe else None
         # In this order: a root module's batch is recorded before its own events.
-        self.probes = [self._states, self._batches, ModuleProbe(self)]
+        probes = (self._states, self._batches, ModuleProbe(self))
+        self.probes = [probe for probe in probes if probe is not None]
         for probe in self.probes:
             probe.attach()
         atexit.register(self._close_at_exit)
@@ -139,8 +145,8 @@ class Guard:
         if self._begun or not self.recorder.active:
             return
         self._begun = True
-        with self.position.outside_microbatches("start"):
-            self._states.record_start()
+        with self.position.outside_microbatches("start") if self._states else nullcontext():
+            self._states and self._states.record_start()
 
     @shielded
     def step(self, *, iteration: int | None = None, mark: str | None = None) -> None:
@@ -166,7 +172,7 @@ class Guard:
         """
         if self.recorder.active:
             self.begin_step_if_needed()
-            self._batches.record(name, tensor, batch_dim)
+            self._batches and self._batches.record(name, tensor, batch_dim)
 
     @shielded
     def scalar(self, name: str, value: float | torch.Tensor) -> None:

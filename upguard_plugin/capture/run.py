@@ -17,7 +17,6 @@ import torch
 from upguard_plugin.capture.names import Models
 from upguard_plugin.capture.program import program_of
 from upguard_plugin.config import UpGuardConfig
-from upguard_plugin.environment import environment_variables, redacted_command, versions
 from upguard_plugin.records import Layout
 from upguard_plugin.trace.manifest import Manifest, write_manifest
 from upguard_plugin.trace.run_directory import claim_run_directory, run_id_of
@@ -84,15 +83,12 @@ def _manifest(
     program = program_of(models, config.program)
     return Manifest(
         run_id=run_id_of(run),
-        command=redacted_command(),
         config=config.to_mapping(),
         program_digest=program.digest,
         program=config.program,
         sources=program.sources,
         world_size=world_size,
         level=config.level,
-        versions=versions(),
-        variables=environment_variables(),
         devices={str(r): device for r, device in devices.items()},
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         recorded_ranks=None if len(recorded) == world_size else recorded,
