@@ -38,6 +38,7 @@ class Emulation:
             sys.meta_path.remove(self._finder)
         self._finder = None
         self._patches.restore()
+        _forget_dynamo_rules()
 
     def __enter__(self) -> Emulation:
         return self
@@ -54,6 +55,7 @@ class Emulation:
             if name in sys.modules:
                 mend_one(sys.modules[name])
         self._patches.follow_copies()
+        _forget_dynamo_rules()
 
     def _emulate_torch(self, torch: ModuleType) -> None:
         # Slow to load: they need torch, which this package must not import by itself.
@@ -78,8 +80,8 @@ class _EmulationFinder(PostImportFinder):
 def emulate_cuda() -> Emulation:
     """Put the CPU in the place of CUDA, now.
 
-    Imports torch. Where the process is emulated already, the handle returned undoes nothing: whoever
-    began it ends it. Raises UsageError if torch sees a real GPU.
+    Imports torch. Where the process is emulated already, the handle returned undoes nothing:
+    whoever began it ends it. Raises UsageError if torch sees a real GPU.
     """
     import torch  # slow to load  # noqa: F401
 
@@ -100,6 +102,13 @@ def install() -> None:
     if "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     Emulation()._start()
+
+
+def _forget_dynamo_rules() -> None:
+    # torch.compile tells torch's functions by identity and remembers what it found.
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        rules.clear_lru_cache()
 
 
 def _is_emulated() -> bool:

@@ -25,12 +25,12 @@ _NO_OPS = (
     "empty_cache init ipc_collect set_per_process_memory_fraction set_stream set_sync_debug_mode "
     "synchronize _lazy_init reset_peak_memory_stats reset_accumulated_memory_stats "
     "reset_max_memory_allocated reset_max_memory_cached"
-).split()
+)
 _BYTE_COUNTS = (
     "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached "
     "max_memory_cached device_memory_used memory_usage utilization temperature power_draw "
     "clock_rate"
-).split()
+)
 _CAPABILITY = (8, 0)  # the oldest GPU with bfloat16
 
 
@@ -121,9 +121,9 @@ def emulate_cuda_api(patches: Patches) -> None:
     }
     for name, answer in answers.items():
         patches.set(torch.cuda, name, _truth_for_torch(getattr(torch.cuda, name), answer))
-    for name in _NO_OPS:
+    for name in _NO_OPS.split():
         _set_where_present(patches, name, _returning(None))
-    for name in _BYTE_COUNTS:
+    for name in _BYTE_COUNTS.split():
         _set_where_present(patches, name, _returning(0))
     for name, value in (_device_functions() | _memory_functions() | _stream_names()).items():
         _set_where_present(patches, name, value)

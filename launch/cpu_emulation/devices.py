@@ -1,9 +1,9 @@
 """Device arguments: whatever says "cuda" means the CPU.
 
-Factories, `Tensor.to`, `Module.to`, `torch.load`, autocast and device meshes take their device through
-`on_cpu`; `Tensor.type()` answers clients "torch.cuda.FloatTensor", as Megatron sorts and checks its
-parameters by that text. Only attributes are replaced: a TorchFunctionMode would be bound to one
-thread and share a stack with capture.
+Factories, `Tensor.to`, `Module.to`, `torch.load`, autocast and device meshes take their device
+through `on_cpu`; `Tensor.type()` answers clients "torch.cuda.FloatTensor", as Megatron sorts and
+checks its parameters by that text. Only attributes are replaced: a TorchFunctionMode would be bound
+to one thread and share a stack with capture.
 
 `Tensor.cuda()` returns the tensor itself, as it does for a tensor that is on the GPU already. Code
 that uses it to make a copy of a CPU tensor shares memory here.
@@ -27,11 +27,11 @@ _FACTORIES = (
     "bartlett_window kaiser_window linspace logspace normal ones ones_like rand rand_like randint "
     "randint_like randn randn_like randperm scalar_tensor sparse_coo_tensor tensor tril_indices "
     "triu_indices zeros zeros_like load"
-).split()
-_DEVICE_FIRST = "set_default_device is_autocast_enabled get_autocast_dtype".split()
-_TENSOR_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+)
+_DEVICE_FIRST = "set_default_device is_autocast_enabled get_autocast_dtype"
+_TENSOR_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
 _DEVICE_KEYWORDS = ("device", "device_type", "map_location")
-_TENSOR_TYPES = "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
+_TENSOR_TYPES = "BFloat16 Bool Byte Char Double Float Half Int Long Short"
 
 
 def on_cpu(device: Any) -> Any:
@@ -50,16 +50,16 @@ def on_cpu(device: Any) -> Any:
 
 def emulate_devices(patches: Patches) -> None:
     """Map device arguments to the CPU everywhere, and name tensor types as CUDA's for clients."""
-    for path in _FACTORIES:
+    for path in _FACTORIES.split():
         owner, name = _locate(path)
         if hasattr(owner, name):
             _replace_factory(patches, owner, name)
-    for name in _DEVICE_FIRST:
+    for name in _DEVICE_FIRST.split():
         patches.set(torch, name, _with_cpu(getattr(torch, name), place=0))
-    for name in _TENSOR_METHODS:
+    for name in _TENSOR_METHODS.split():
         patches.set(torch.Tensor, name, _with_cpu(getattr(torch.Tensor, name)))
-    for cls in (torch.Tensor, torch.nn.Module):
-        patches.set(cls, "to", _with_cpu(cls.to, place=1))
+    patches.set(torch.Tensor, "to", _with_cpu(torch.Tensor.to, place=1))
+    patches.set(torch.nn.Module, "to", _with_cpu(torch.nn.Module.to, place=1))
     patches.set(torch.nn.Module, "cuda", _stay)
     patches.set(torch.Tensor, "cuda", _stay)
     patches.set(torch.Tensor, "pin_memory", _stay)
@@ -71,7 +71,7 @@ def emulate_devices(patches: Patches) -> None:
     init_device_mesh = _with_cpu(device_mesh.init_device_mesh, place=0)
     for module in (device_mesh, torch.distributed):
         patches.set(module, "init_device_mesh", init_device_mesh)
-    for kind in _TENSOR_TYPES:
+    for kind in _TENSOR_TYPES.split():
         patches.set(torch.cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"), follow=False)
 
 

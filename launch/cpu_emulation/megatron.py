@@ -27,8 +27,6 @@ _FUSED_KERNELS = "megatron.legacy.fused_kernels"
 _INITIALIZE = "megatron.training.initialize"
 _TRITON_USER = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
-DURING_IMPORT = {_TRITON_USER: lambda: triton_stub_if_missing()}
-
 
 def mend(patches: Patches) -> Mapping[str, Callable[[ModuleType], None]]:
     """What to do with each module after its import; every change goes into `patches`."""
@@ -122,9 +120,10 @@ def triton_stub_if_missing() -> Iterator[None]:
         return
     stubs = Patches()
     triton = _Stub("triton")
-    triton.language = _Stub("triton.language")
+    language = _Stub("triton.language")
+    vars(triton)["language"] = language
     stubs.set_item(sys.modules, "triton", triton)
-    stubs.set_item(sys.modules, "triton.language", triton.language)
+    stubs.set_item(sys.modules, "triton.language", language)
     try:
         yield
     finally:
@@ -142,3 +141,6 @@ class _Stub(ModuleType):
 
 def _decorate(*args: Any, **kwargs: Any) -> Any:
     return args[0] if args and callable(args[0]) else _decorate
+
+
+DURING_IMPORT = {_TRITON_USER: triton_stub_if_missing}

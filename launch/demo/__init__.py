@@ -1,1 +1,1 @@
-"""`upguard demo`: two short, real Megatron trainings, one with a planted fault, and its name found."""
+"""`upguard demo`: two short, real Megatron trainings; a fault planted in one is found."""

@@ -1,8 +1,8 @@
 """The demo's faults: what each does to one training, and what a comparison should say of it.
 
 A fault is planted in the target only, for one step, below the places that capture watches. Expected
-answers are those that level `module` can give: where it sees no operators or collectives, the answer
-is the tensor in which their effect first shows.
+answers are those that level `module` can give: where it sees no operators or collectives, the
+answer is the tensor in which their effect first shows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
     from upguard_plugin.launch.demo.training import Training
 
 FAULT_STEP = 2
@@ -140,8 +138,8 @@ def _scale_only(buckets: list[Any]) -> Callable[..., None]:
     return start_grad_sync
 
 
-def _module(training: Training, name: str) -> torch.nn.Module:
-    return training.trainer.model.module.module.get_submodule(name)
+def _module(training: Training, name: str) -> Any:
+    return training.trainer.gpt.get_submodule(name)
 
 
 def _mixed_precision_optimizer(training: Training) -> Any:

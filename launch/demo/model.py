@@ -32,6 +32,7 @@ class Trainer:
     """What a Megatron training loop holds."""
 
     model: DistributedDataParallel
+    gpt: GPTModel  # inside `model` and its bf16 wrapper
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
@@ -90,7 +91,7 @@ def build_trainer(layout: str) -> Trainer:
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = model.no_sync
-    return Trainer(model, optimizer, _scheduler(optimizer))
+    return Trainer(model, gpt, optimizer, _scheduler(optimizer))
 
 
 def _scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -2,8 +2,8 @@
 
 In:  a job. Out: an outcome, and the run directory if the job names one.
 
-A fault is active in one step of the target only, from before its batches are read until the optimizer
-is done; the capture sees what follows from it, never the fault.
+A fault is active in one step of the target only, from when its batches have been read until the
+optimizer is done; capture sees what follows from it, never the fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from upguard_plugin.launch.demo.faults import FAULTS, FAULT_STEP
+from upguard_plugin.launch.demo.faults import FAULT_STEP, FAULTS
 from upguard_plugin.launch.demo.jobs import NUM_MICROBATCHES, NUM_STEPS, Job, Outcome
 from upguard_plugin.launch.demo.model import SEQUENCE_LENGTH, Trainer, build_trainer
 from upguard_plugin.launch.demo.text import Batch, Text

@@ -1,4 +1,4 @@
-"""One of the demo's two ranks: runs all jobs in one process, because importing Megatron takes longer.
+"""One of the demo's two ranks: all jobs in one process, because importing Megatron takes longer.
 
     python -m upguard_plugin.launch.demo.worker RANK FOLDER
 
@@ -24,8 +24,9 @@ def run_rank(rank: int, folder: Path) -> None:
         import torch  # slow to load
 
         torch.set_num_threads(1)
-        store = torch.distributed.FileStore(str(folder / "store"), NUM_RANKS)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+        torch.distributed.init_process_group(
+            "nccl", init_method=f"file://{folder / 'store'}", rank=rank, world_size=NUM_RANKS
+        )
         try:
             from upguard_plugin.launch.demo.capture import start_capture  # optional package
             from upguard_plugin.launch.demo.training import run_job
