@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
@@ -77,7 +78,7 @@ def enable(
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
-    recorder = Recorder(writer, FingerprintQueue())
+    recorder = Recorder(writer, FingerprintQueue(), settings.roles)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     try:
@@ -156,6 +157,8 @@ class Guard:
         """
         if iteration is not None:
             self.position.iteration = iteration
+        if self._begun and self._states:
+            self._states.record_end()
         self._begun = False
         self.recorder.finish_step(mark=mark)
         self.recorder.select(self.config.selected_step(self.position.step))
@@ -187,7 +190,7 @@ class Guard:
         if not isinstance(value, torch.Tensor):
             self.recorder.record_number(name, value, call=call)
             return
-        number = float(value) if value.is_cpu and value.numel() == 1 else None
+        number = _number_in(value) if value.is_cpu and value.numel() == 1 else None
         self.recorder.record(name, value, role="scalar", call=call, value=number)
 
     @shielded
@@ -269,6 +272,12 @@ class IdleGuard(Guard):
 
     attach = begin_step_if_needed = step = microbatch = data = scalar = observe = _nothing  # type: ignore[assignment]
     placement = close = __exit__ = _nothing  # type: ignore[assignment]
+
+
+def _number_in(tensor: torch.Tensor) -> float | None:
+    with _disable_current_modes():  # no mode of the user's, nor of ours, sees this read
+        number = tensor.detach().item()
+    return None if isinstance(number, complex) else float(number)
 
 
 def _named_models(model: nn.Module | Sequence[nn.Module]) -> Models:
