@@ -64,6 +64,7 @@ class Recorder:
         self._wires: list[tuple[int, Wire]] = []
         self._values: list[tuple[int, float]] = []
         self._first_seq = 0
+        self._noted: set[str] = set()
         self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
         self._thread = threading.Thread(target=self._drain, name="upguard-writer", daemon=True)
         self._thread.start()
@@ -133,11 +134,12 @@ class Recorder:
     def record_bytes(
         self, boundary: str, data: bytes, *, role: str, slot: str = "0", dtype: str = "uint8",
         phase: str | None = None, call: int = 0, operator: str | None = None,
+        moment: str | None = None,
     ) -> int:  # fmt: skip
         """Record raw bytes: RNG states, strings, None (no bytes, dtype "none")."""
         parts = (
             boundary, phase or self.position.phase, role, slot, dtype, (len(data),),
-            operator, None, None, None, None, None,
+            operator, moment, None, None, None, None,
         )  # fmt: skip
         with self._lock:
             self._queue.put_bytes(data)
@@ -182,8 +184,10 @@ class Recorder:
         self.active = False
 
     def note(self, sentence: str) -> None:
-        """Say in the trace what capture could not see."""
-        self._writer.note(sentence)
+        """Say in the trace, once, what capture could not see."""
+        if sentence not in self._noted:
+            self._noted.add(sentence)
+            self._writer.note(sentence)
 
     def close(self) -> None:
         """Write what is finished, then end the trace. An unfinished step is not written."""
