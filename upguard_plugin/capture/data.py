@@ -2,7 +2,7 @@
 
 In:  batches given to `guard.data`, or else the tensors that enter a model's forward.
 Out: phase `data`: one `data` event per tensor, and one `sample` event per sample of it, in batch
-     order, fingerprinted as if the sample stood alone. By these, runs with other micro-batches match.
+     order, fingerprinted as if the sample stood alone: runs with other micro-batches match by it.
 
 A tensor that requires a gradient is not a batch: it was computed by the training itself.
 """

@@ -3,8 +3,8 @@
 In:  the guard's models and optimizers; `record_start` at the first data or forward of a step,
      `record_end` when it is over.
 Out: phase `start`: parameters, buffers, masters, optimizer state, hyper-parameters, loss scale,
-     gradients left over, random generators. At the end: the weights that no watched optimizer wrote,
-     and the buffers that were written.
+     gradients left over, random generators. At the end: the weights that no watched optimizer
+     wrote, and the buffers that were written.
 
 What an optimizer step, a clip or an accumulation does in between is recorded by `optimizers`,
 `clipping` and `gradients`; this is where they are put together.
@@ -80,7 +80,7 @@ class StateProbe:
 
     @shielded
     def record_end(self) -> None:
-        """Record what the step leaves and nothing has recorded yet. Call it before the step ends."""
+        """Record what the step leaves and nothing has recorded yet; call it at the end of the step."""
         if self._started != self._guard.position.step or not self.recorder.active:
             return
         names = self._guard.names
