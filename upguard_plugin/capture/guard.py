@@ -180,7 +180,7 @@ class Guard:
         if not self.recorder.active:
             return
         self.begin_step_if_needed()
-        call = self.position.next_call(name)
+        call = self.position.next_call(f"{name}:scalar")
         if not isinstance(value, torch.Tensor):
             self.recorder.record_number(name, value, call=call)
             return
