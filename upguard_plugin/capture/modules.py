@@ -179,6 +179,8 @@ class ModuleProbe:
 
     def _end(self, boundary: Boundary) -> Call | None:
         """Take the call off the stack, and all that an exception left above it."""
+        if self._stack and self._stack[-1].boundary is boundary:
+            return self._stack.pop()
         for place in range(len(self._stack) - 1, -1, -1):
             if self._stack[place].boundary is boundary:
                 call = self._stack[place]
@@ -189,7 +191,7 @@ class ModuleProbe:
     def _record(self, call: Call, role: str, leaves: Leaves) -> None:
         boundary, flow = call.boundary, self._flow
         for slot, leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
+            if type(leaf) is torch.Tensor or isinstance(leaf, torch.Tensor):
                 flow.record(call, role, slot, leaf)
             else:
                 self.recorder.record_value(

@@ -108,24 +108,52 @@ class Recorder:
         """
         if role in self._left_out:
             return NONE
-        position = self.position
         parts = (
-            boundary, phase or position.phase, role, slot, tensor.dtype, tensor.shape,
+            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
             operator, moment, placement, group, op, source,
         )  # fmt: skip
+        with self._lock:
+            seq = self.record_as(
+                self._key_of(parts), tensor, placement, microbatch, call, producer, same_as
+            )
+            if seq != NONE and wire is not None:
+                self._wires.append((seq - self._first_seq, wire))
+            if seq != NONE and value is not None:
+                self._values.append((seq - self._first_seq, value))
+            return seq
+
+    def key_of(
+        self, boundary: str, tensor: torch.Tensor, *, role: str, slot: str, phase: str,
+        operator: str | None, placement: Placement | None, source: Source | None = None,
+    ) -> int:  # fmt: skip
+        """The number under which events of this kind are recorded; NONE for a role left out.
+
+        For call sites that see the same kind of event many times: `record_as` is half of `record`.
+        """
+        if role in self._left_out:
+            return NONE
+        parts = (
+            boundary, phase, role, slot, tensor.dtype, tensor.shape,
+            operator, None, placement, None, None, source,
+        )  # fmt: skip
+        with self._lock:
+            return self._key_of(parts)
+
+    def record_as(
+        self, key: int, tensor: torch.Tensor, placement: Placement | None = None,
+        microbatch: int | None = None, call: int = 0, producer: int = NONE, same_as: int = NONE,
+    ) -> int:  # fmt: skip
+        """As `record`, with all that does not change given as a `key_of` this kind of tensor."""
+        if key == NONE:
+            return NONE
         with self._lock:
             if same_as >= self._first_seq:
                 taken = self._rows[(same_as - self._first_seq + 1) * len(_FIELDS) - 1]
             else:
-                taken = self._put(boundary, tensor, placement)
+                taken = self._put(self._keys[key].boundary, tensor, placement)
             if taken == NONE:
                 return NONE
-            row = self._add_row(parts, microbatch, call, producer, taken)
-            if wire is not None:
-                self._wires.append((row, wire))
-            if value is not None:
-                self._values.append((row, value))
-            return self._first_seq + row
+            return self._first_seq + self._add_row(key, microbatch, call, producer, taken)
 
     def record_many(
         self,
@@ -152,7 +180,7 @@ class Recorder:
                     boundary, phase, role, slot, tensor.dtype, tensor.shape,
                     operator, None, placement, None, None, None,
                 )  # fmt: skip
-                self._add_row(parts, None, 0, NONE, taken)
+                self._add_row(self._key_of(parts), None, 0, NONE, taken)
 
     def record_bytes(
         self, boundary: str, data: bytes, *, role: str, slot: str = "0", dtype: str = "uint8",
@@ -168,7 +196,9 @@ class Recorder:
         )  # fmt: skip
         with self._lock:
             taken = self._queue.put_bytes(data)
-            return self._first_seq + self._add_row(parts, microbatch, call, NONE, taken)
+            return self._first_seq + self._add_row(
+                self._key_of(parts), microbatch, call, NONE, taken
+            )
 
     def record_number(
         self, boundary: str, value: float, *, role: str = "scalar", slot: str = "0",
@@ -251,26 +281,25 @@ class Recorder:
         except UnsupportedTensorError:  # nothing was taken; find out which it was
             return [self._put(*entry) for entry in entries]
 
-    def _add_row(
-        self, parts: tuple[Any, ...], microbatch: int | None, call: int, producer: int, taken: int
-    ) -> int:
-        # Placements and groups are long tuples, too slow to hash for every event; the key table
-        # keeps each of them alive, so its id stays its own.
-        identity = (*parts[:8], id(parts[8]), id(parts[9]), *parts[10:])
+    def _key_of(self, parts: tuple[Any, ...]) -> int:
+        # Placements, groups and sources are slow to hash for every event; the key table keeps each
+        # of them alive, so its id stays its own.
+        identity = (*parts[:8], id(parts[8]), id(parts[9]), parts[10], id(parts[11]))
         key = self._ids.get(identity)
         if key is None:
-            key = self._intern(parts, identity)
+            dtype, shape = str(parts[4]).removeprefix("torch."), tuple(parts[5])
+            key = self._ids[identity] = len(self._keys)
+            self._keys.append(EventKey(*parts[:4], dtype, shape, *parts[6:]))
+        return key
+
+    def _add_row(
+        self, key: int, microbatch: int | None, call: int, producer: int, taken: int
+    ) -> int:
         if microbatch is None:
             microbatch = self.position.microbatch
         rows = self._rows
         rows.extend((key, microbatch, call, producer, taken))
         return len(rows) // len(_FIELDS) - 1
-
-    def _intern(self, parts: tuple[Any, ...], identity: tuple[Any, ...]) -> int:
-        dtype, shape = str(parts[4]).removeprefix("torch."), tuple(parts[5])
-        self._keys.append(EventKey(*parts[:4], dtype, shape, *parts[6:]))
-        self._ids[identity] = len(self._keys) - 1
-        return len(self._keys) - 1
 
     def _take_batch(self, mark: str | None) -> EventBatch | None:
         hashes = self._queue.take()
