@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from upguard_plugin.capture.position import Position
+from upguard_plugin.capture.storages import Storages, is_tracked, look
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import EventKey, Group, Placement, Source
 from upguard_plugin.trace.batch import NONE, EventBatch
@@ -55,6 +56,8 @@ class Recorder:
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
+        self.at_work = False  # operators that run now are ours, not the training's
+        self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._writer = writer
         self._queue = queue_
         self._lock = threading.RLock()
@@ -99,8 +102,8 @@ class Recorder:
             operator, moment, placement, group, op, source,
         )  # fmt: skip
         with self._lock:
-            self._queue.put(tensor, placement)
-            row = self._add_row(parts, microbatch, call, producer)
+            writer = self._hash(tensor, placement)
+            row = self._add_row(parts, microbatch, call, writer if producer == NONE else producer)
             if wire is not None:
                 self._wires.append((row, wire))
             if value is not None:
@@ -191,6 +194,26 @@ class Recorder:
         self._thread.join()
         self._writer.close(self.failure)
 
+    def _hash(self, tensor: torch.Tensor, placement: Placement | None) -> int:
+        """Fill the next slot; returns the seq of the event that wrote the tensor last, or NONE."""
+        self.at_work = True
+        try:
+            if self.storages is None or not is_tracked(tensor):
+                self._queue.put(tensor, placement)
+                return NONE
+            storage = self.storages.of(tensor)
+            view = (look(tensor), id(placement))
+            slot = storage.known.get(view)
+            if slot is not None and not self.storages.is_due():
+                self._queue.put_again(slot)
+                return storage.writer
+            slot = self._queue.put(tensor, placement)
+            if storage.in_sight:
+                storage.known[view] = slot
+            return storage.writer
+        finally:
+            self.at_work = False
+
     def _add_row(
         self, parts: tuple[Any, ...], microbatch: int | None, call: int, producer: int
     ) -> int:
@@ -214,6 +237,8 @@ class Recorder:
 
     def _take_batch(self, mark: str | None) -> EventBatch | None:
         hashes = self._queue.take()
+        if self.storages is not None:
+            self.storages.forget_hashes()  # slots are numbered anew in each step
         rows = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, len(_FIELDS))
         columns = {name: rows[:, i] for i, name in enumerate(_FIELDS)}
         num = len(rows)

@@ -29,6 +29,7 @@ class Operator:
     written: frozenset[int | str]  # positions of arguments it writes, or names of keyword-only ones
     is_view: bool  # its results are other looks at its arguments
     is_random: bool  # it draws from a generator
+    is_foreach: bool  # element i of each list argument belongs together
     is_collective: bool  # seen by the collective probe; its buffers are in flight afterwards
     makes_uninitialised: bool
     is_observed: bool
@@ -50,6 +51,7 @@ def describe(overload: torch._ops.OpOverload) -> Operator:
         written=frozenset(written),
         is_view=bool(aliases) and not written and all(alias is not None for alias in aliases),
         is_random=torch.Tag.nondeterministic_seeded in overload.tags,
+        is_foreach=name.startswith(("_foreach_", "_fused_", "_amp_foreach_")),
         is_collective=namespace in _COLLECTIVE_NAMESPACES,
         makes_uninitialised=namespace == "aten" and name in _UNINITIALISED,
         is_observed=namespace not in _UNOBSERVED_NAMESPACES,
