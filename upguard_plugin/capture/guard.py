@@ -204,7 +204,9 @@ class Guard:
         if not self.recorder.active:
             return
         if role not in ROLES or (phase is not None and phase not in PHASES):
-            raise ConfigError(f"cannot observe {boundary}: unknown role {role!r} or phase {phase!r}")
+            raise ConfigError(
+                f"cannot observe {boundary}: unknown role {role!r} or phase {phase!r}"
+            )
         self.begin_step_if_needed()
         if isinstance(placement, str):
             placement = self._placements.resolve(placement, boundary, tensor.shape)

@@ -87,9 +87,7 @@ class ParameterNames:
                 self.buffers[_join(name, leaf)] = buffer
                 self._by_id[id(buffer)] = _join(name, leaf)
 
-    def _add_parameter(
-        self, name: str, parameter: nn.Parameter, canonical: dict[str, str]
-    ) -> None:
+    def _add_parameter(self, name: str, parameter: nn.Parameter, canonical: dict[str, str]) -> None:
         first = self._by_id.get(id(parameter))
         if first is None:
             first = canonical.get(name, name)

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from upguard_plugin.trace.batch import NONE
 
-SAMPLE = 32  # of the hashes that need not be taken, one in so many is: writes out of sight show there
+SAMPLE = (
+    32  # of the hashes that need not be taken, one in so many is: writes out of sight show there
+)
 
 
 @dataclass(slots=True)
@@ -50,9 +52,7 @@ class Storages:
         if entry is None:
             if len(self._by_address) >= self._room:
                 self.prune()
-            entry = self._by_address[address] = Storage(
-                StorageWeakRef(storage), address
-            )
+            entry = self._by_address[address] = Storage(StorageWeakRef(storage), address)
         version = _version(tensor)
         if entry.version != version:
             # Something moved the counter: a write that the dispatcher did not show.

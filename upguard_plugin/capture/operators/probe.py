@@ -77,7 +77,11 @@ class OperatorProbe(TorchDispatchMode):
         self._nodes.clear()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         recorder = self.recorder
@@ -178,9 +182,7 @@ class OperatorProbe(TorchDispatchMode):
             place = Place(node.name(), position.microbatch, None)
         return place, "backward"
 
-    def _record(
-        self, running: Running, argument: Argument, role: str, moment: str | None
-    ) -> int:
+    def _record(self, running: Running, argument: Argument, role: str, moment: str | None) -> int:
         place = running.place
         boundary = place.boundary or OUTSIDE
         if running.element_owners and argument.element != NONE:
