@@ -14,25 +14,32 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
+from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.recorder import Recorder
 from upguard_plugin.capture.run import find_rank, open_run
 from upguard_plugin.capture.shield import shielded
-from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
+
+try:  # these land with their own change
+    from upguard_plugin.capture.data import DataProbe
+    from upguard_plugin.capture.state import StateProbe
+except ModuleNotFoundError:
+    DataProbe = StateProbe = None  # type: ignore[assignment,misc]
 
 Many = Sequence[Any] | Any
 
@@ -72,7 +79,7 @@ def enable(
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
-    recorder = Recorder(writer, FingerprintQueue())
+    recorder = Recorder(writer, FingerprintQueue(), settings.roles)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     try:
@@ -119,10 +126,13 @@ class Guard:
 
     def attach(self) -> None:
         """Hook all probes of the config's level in."""
-        self._states = StateProbe(self)
-        self._batches = DataProbe(self)
+        self._states = StateProbe(self) if StateProbe else None
+        self._batches = DataProbe(self) if DataProbe else None
         # In this order: a root module's batch is recorded before its own events.
-        self.probes = [self._states, self._batches, ModuleProbe(self)]
+        probes = [self._states, self._batches, ModuleProbe(self)]
+        if self.config.level == "op":
+            probes.append(OperatorProbe(self))
+        self.probes = [probe for probe in probes if probe is not None]
         for probe in self.probes:
             probe.attach()
         atexit.register(self._close_at_exit)
@@ -139,8 +149,8 @@ class Guard:
         if self._begun or not self.recorder.active:
             return
         self._begun = True
-        with self.position.outside_microbatches("start"):
-            self._states.record_start()
+        with self.position.outside_microbatches("start") if self._states else nullcontext():
+            self._states and self._states.record_start()
 
     @shielded
     def step(self, *, iteration: int | None = None, mark: str | None = None) -> None:
@@ -150,6 +160,8 @@ class Guard:
         """
         if iteration is not None:
             self.position.iteration = iteration
+        if self._begun and self._states:
+            self._states.record_end()
         self._begun = False
         self.recorder.finish_step(mark=mark)
         self.recorder.select(self.config.selected_step(self.position.step))
@@ -166,7 +178,7 @@ class Guard:
         """
         if self.recorder.active:
             self.begin_step_if_needed()
-            self._batches.record(name, tensor, batch_dim)
+            self._batches and self._batches.record(name, tensor, batch_dim)
 
     @shielded
     def scalar(self, name: str, value: float | torch.Tensor) -> None:
@@ -181,7 +193,7 @@ class Guard:
         if not isinstance(value, torch.Tensor):
             self.recorder.record_number(name, value, call=call)
             return
-        number = float(value) if value.is_cpu and value.numel() == 1 else None
+        number = _number_in(value) if value.is_cpu and value.numel() == 1 else None
         self.recorder.record(name, value, role="scalar", call=call, value=number)
 
     @shielded
@@ -263,6 +275,12 @@ class IdleGuard(Guard):
 
     attach = begin_step_if_needed = step = microbatch = data = scalar = observe = _nothing  # type: ignore[assignment]
     placement = close = __exit__ = _nothing  # type: ignore[assignment]
+
+
+def _number_in(tensor: torch.Tensor) -> float | None:
+    with _disable_current_modes():  # no mode of the user's, nor of ours, sees this read
+        number = tensor.detach().item()
+    return None if isinstance(number, complex) else float(number)
 
 
 def _named_models(model: nn.Module | Sequence[nn.Module]) -> Models:

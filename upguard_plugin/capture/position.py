@@ -15,7 +15,10 @@ from upguard_plugin.trace.batch import NONE
 
 @dataclass(slots=True)
 class Position:
-    """The place in the run: `step` counts from 0 at `enable`, `iteration` is the framework's own."""
+    """The place in the run.
+
+    `step` counts from 0 at `enable`; `iteration` is the framework's own number.
+    """
 
     step: int = 0
     iteration: int | None = None

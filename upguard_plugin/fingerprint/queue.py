@@ -131,12 +131,6 @@ class FingerprintQueue:
         self._pairs[slot, 1] = s & MASK64
         return slot
 
-    def put_again(self, slot: int) -> int:
-        """Take a slot for a tensor that is known to be the one of an earlier slot."""
-        again = self._next_slot()
-        self._pairs[again] = self._pairs[slot]
-        return again
-
     def take(self) -> Hashes:
         """The hashes of all slots since the last call, in order; the queue is empty afterwards.
 

@@ -10,7 +10,6 @@ hashing run through this mode too. The recorder says when it is at work, and the
 
 from __future__ import annotations
 
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 

@@ -7,7 +7,7 @@ Out: an `Operator`, plain data, made once per overload.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -35,7 +35,7 @@ class Operator:
     is_observed: bool
 
 
-@lru_cache(maxsize=None)
+@cache
 def describe(overload: torch._ops.OpOverload) -> Operator:
     """Read an overload's schema. The result is cached: there are some hundred overloads in a run."""
     schema = overload._schema
