@@ -20,7 +20,7 @@ def flip_bit(tensor: torch.Tensor, element: int = 0, bit: int = 0) -> None:
 
 
 class FlippedOperator(TorchDispatchMode):
-    """Flips the last mantissa bit of one element in the n-th result of an operator."""
+    """Flips the last mantissa bit of the largest element in the n-th result of an operator."""
 
     def __init__(self, operator: str, nth: int, acts: bool) -> None:
         super().__init__()
@@ -33,6 +33,10 @@ class FlippedOperator(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if str(func).startswith(self._operator):
             if self._seen == self._nth and self._acts:
-                flip_bit(result[0] if isinstance(result, tuple) else result)
+                value = result[0] if isinstance(result, tuple) else result
+                # The largest element: where a gradient is added to another one, the last bit of a
+                # small element would be rounded away, and no later value would differ.
+                largest = value.as_strided((value.numel(),), (1,)).abs().argmax()
+                flip_bit(value, int(largest))
             self._seen += 1
         return result
