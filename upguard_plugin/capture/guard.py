@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
+from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.recorder import Recorder
@@ -124,6 +125,8 @@ class Guard:
         """Hook all probes of the config's level in."""
         # In this order: a root module's batch is recorded before its own events.
         self.probes = [self._states, self._batches, ModuleProbe(self)]
+        if self.config.level == "op":
+            self.probes.append(OperatorProbe(self))
         for probe in self.probes:
             probe.attach()
         atexit.register(self._close_at_exit)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from upguard_plugin.capture.position import Position
+from upguard_plugin.capture.storages import Storages, is_tracked, look
 from upguard_plugin.capture.tensors import as_bytes
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue, Hashes
@@ -62,6 +63,8 @@ class Recorder:
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
+        self.at_work = False  # operators that run now are ours, not the training's
+        self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._writer = writer
         self._queue = queue_
         self._lock = threading.RLock()
@@ -148,11 +151,12 @@ class Recorder:
             return NONE
         with self._lock:
             if same_as >= self._first_seq:
-                taken = self._rows[(same_as - self._first_seq + 1) * len(_FIELDS) - 1]
+                taken, writer = self._rows[(same_as - self._first_seq + 1) * len(_FIELDS) - 1], NONE
             else:
-                taken = self._put(self._keys[key].boundary, tensor, placement)
+                taken, writer = self._fingerprint(self._keys[key].boundary, tensor, placement)
             if taken == NONE:
                 return NONE
+            producer = writer if producer == NONE else producer
             return self._first_seq + self._add_row(key, microbatch, call, producer, taken)
 
     def record_many(
@@ -267,13 +271,31 @@ class Recorder:
         self._thread.join()
         self._writer.close(self.failure)
 
+    def _fingerprint(
+        self, boundary: str, tensor: torch.Tensor, placement: Placement | None
+    ) -> tuple[int, int]:
+        """The slot of the tensor's fingerprint, and the seq of the event that wrote it last."""
+        if self.storages is None or not is_tracked(tensor):
+            return self._put(boundary, tensor, placement), NONE
+        storage = self.storages.of(tensor)
+        view = (look(tensor), id(placement))
+        slot = storage.known.get(view)
+        if slot is None or self.storages.is_due():
+            slot = self._put(boundary, tensor, placement)
+            if storage.in_sight and slot != NONE:
+                storage.known[view] = slot
+        return slot, storage.writer
+
     def _put(self, boundary: str, tensor: torch.Tensor, placement: Placement | None) -> int:
         """The slot of the tensor's fingerprint, or NONE, noted, if it can have none."""
+        self.at_work = True
         try:
             return self._queue.put(tensor, placement)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {boundary} was not recorded: {error.sentence}")
             return NONE
+        finally:
+            self.at_work = False
 
     def _put_many(self, entries: Sequence[Entry]) -> Sequence[int]:
         try:
@@ -303,6 +325,8 @@ class Recorder:
 
     def _take_batch(self, mark: str | None) -> EventBatch | None:
         hashes = self._queue.take()
+        if self.storages is not None:
+            self.storages.forget_hashes()  # slots are numbered anew in each step
         rows = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, len(_FIELDS))
         columns = {name: rows[:, i] for i, name in enumerate(_FIELDS)}
         hashes = _rows_of(hashes, columns["slot"])
