@@ -164,7 +164,9 @@ def _digest(b: EventBatch) -> bytes:
 
 def run(*steps: str, name: str = "run", **settings) -> MemoryRun:
     """A run of one rank; each argument is the text of a step."""
-    return MemoryRun({0: [batch(i, events(text)) for i, text in enumerate(steps)]}, name, **settings)
+    return MemoryRun(
+        {0: [batch(i, events(text)) for i, text in enumerate(steps)]}, name, **settings
+    )
 
 
 def edited(text: str, *changes: tuple[str, str]) -> str:
