@@ -80,8 +80,13 @@ class KeyTable:
         words = self._words[name]
         codes = [None if t is None else words.setdefault(t, len(words)) for t in texts]
         return pa.DictionaryArray.from_arrays(
-            pa.array(codes, pa.int32()), pa.array(list(words), pa.string())
+            pa.array(codes, pa.int32()), pa.array(map(_utf8, words), pa.string())
         )
+
+
+def _utf8(text: str) -> str:
+    # A file name that is not valid UTF-8 has lone surrogates in it, which Arrow refuses.
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class _Tape:

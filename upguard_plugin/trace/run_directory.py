@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import time
@@ -60,6 +61,7 @@ class _Claim:
     run_id: str  # random; the same for all ranks of the run
     run_token: str | None
     restart: str  # tells one start of a job from the next; see _restart
+    launcher: str  # the parent process, which ranks on one machine often share
 
 
 def run_id_of(run: Path) -> str:
@@ -74,14 +76,15 @@ def claim_run_directory(
     """The directory in which this rank records; all ranks of one launch get the same.
 
     run_token: the launcher's id for the launch, the same for all ranks and after a restart. Without
-    one, ranks join a claim that nobody has recorded a step under yet and that lacks their rank.
+    one, ranks join a claim that lacks their rank and that was made under the same parent process,
+    or under which nobody has recorded a step yet.
     overwrite: remove a run that is in the way, once for all ranks.
 
     A job that was restarted (by a restart count in the environment, or the same token for a rank
     that has recorded already) gets `<output>/attempt-2`, then `attempt-3`. Raises RunDirectoryError
     if `output` holds a run, or cannot be written.
     """
-    mine = _Claim(uuid.uuid4().hex, run_token, _restart(os.environ))
+    mine = _Claim(uuid.uuid4().hex, run_token, _restart(os.environ), _launcher())
     restarted = mine.restart != _restart({})
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -89,8 +92,7 @@ def claim_run_directory(
             claim = _claim_or_read(output, mine)
             if claim.run_token == run_token and (run_token is not None or restarted):
                 return _join_attempt(output, mine, rank)
-            may_join = claim == mine or (run_token is None and _is_open(output, claim))
-            if may_join and _make_rank_directory(output, rank):
+            if _may_join(output, claim, mine) and _make_rank_directory(output, rank):
                 return output
             if not overwrite:
                 raise _holds_a_run(output)
@@ -130,6 +132,18 @@ def _restart(environ: Mapping[str, str]) -> str:
     return ".".join(environ.get(name) or "0" for name in _RESTART_COUNTS)
 
 
+def _launcher() -> str:
+    """The parent process: machine, process id and, as ids are used again, its start time."""
+    parent = os.getppid()
+    try:
+        # The name of the program, in parentheses, may contain spaces.
+        fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+        started = fields[19]
+    except (OSError, IndexError):
+        started = ""
+    return f"{platform.node()} {parent} {started}".rstrip()
+
+
 def _join_attempt(output: Path, mine: _Claim, rank: int) -> Path:
     for number in range(1, 1_000_000):
         directory = output if number == 1 else output / f"attempt-{number}"
@@ -152,13 +166,15 @@ def _make_rank_directory(directory: Path, rank: int) -> bool:
     return True
 
 
-def _is_open(directory: Path, claim: _Claim) -> bool:
-    """Whether ranks without a launcher's id may still join: no rank has recorded a step."""
+def _may_join(directory: Path, claim: _Claim, mine: _Claim) -> bool:
+    """Whether a claim can be that of our own launch, as far as a rank can tell by itself."""
+    if claim == mine or (claim.run_token, mine.run_token) != (None, None):
+        return claim == mine
+    if claim.launcher == mine.launcher:
+        return True
     empty = len(index.header_bytes())
     files = [path / index.NAME for path in rank_directories(directory).values()]
-    return claim.run_token is None and all(
-        not file.exists() or file.stat().st_size <= empty for file in files
-    )
+    return all(not file.exists() or file.stat().st_size <= empty for file in files)
 
 
 def _claim_or_read(directory: Path, mine: _Claim) -> _Claim:

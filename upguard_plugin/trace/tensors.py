@@ -25,7 +25,8 @@ def file_name(name: str) -> str:
 
 def write_tensors(directory: Path, name: str, tensors: Mapping[str, np.ndarray]) -> int:
     """Write one dump into a rank's directory; returns its size in bytes. Raises OSError."""
-    plain = {key: np.ascontiguousarray(tensor) for key, tensor in tensors.items()}
+    # Not ascontiguousarray, which gives an array without dims one of size 1.
+    plain = {key: np.asarray(tensor, order="C") for key, tensor in tensors.items()}
     data = safetensors.numpy.save(plain, metadata={"crc32": str(_checksum(plain))})
     folder = directory / DIRECTORY
     folder.mkdir(exist_ok=True)
@@ -56,5 +57,5 @@ def _checksum(tensors: Mapping[str, np.ndarray]) -> int:
     for name in sorted(tensors):
         tensor = tensors[name]
         crc = zlib.crc32(f"{name}{tensor.dtype.str}{tensor.shape}".encode(), crc)
-        crc = zlib.crc32(np.ascontiguousarray(tensor).tobytes(), crc)
+        crc = zlib.crc32(tensor.tobytes(), crc)
     return crc

@@ -28,7 +28,7 @@ from upguard_plugin.trace import index, keys, rank_file, segments
 from upguard_plugin.trace.batch import EventBatch, StepEntry
 from upguard_plugin.trace.digest import hash_keys, step_digest
 from upguard_plugin.trace.end import NAME as END_NAME
-from upguard_plugin.trace.end import NOTES_NAME, EndFile, EndRecord, note_bytes
+from upguard_plugin.trace.end import NOTES_NAME, NUM_BYTES, EndFile, EndRecord, note_bytes
 from upguard_plugin.trace.files import AppendFile
 from upguard_plugin.trace.run_directory import rank_name, run_id_of
 from upguard_plugin.trace.tensors import write_tensors
@@ -94,7 +94,7 @@ class RankWriter:
         self._index.append(index.header_bytes())
         # Last: a directory without it was killed before it held anything.
         about = rank_file.RankFile(run_id_of(run), rank, device, layout)
-        self.bytes_written = self._index.size + rank_file.write(self.directory, about)
+        self.bytes_written = NUM_BYTES + self._index.size + rank_file.write(self.directory, about)
 
     @property
     def stopped(self) -> str | None:
@@ -127,7 +127,8 @@ class RankWriter:
         entry = StepEntry(batch.step, batch.iteration, batch.mark, len(batch), digest)
         new_keys = self._key_table.encode(new) if new else b""
         encoded = segments.encode(batch, key)
-        num_bytes = len(new_keys) + len(encoded.head) + len(encoded.body) + index.RECORD.itemsize
+        num_bytes = len(new_keys) + len(encoded.body) + index.RECORD.itemsize
+        num_bytes += len(encoded.head) + len(_END_OF_STREAM)
         if self._max_bytes is not None and self.bytes_written + num_bytes > self._max_bytes:
             self._stop(
                 f"max_bytes ({self._max_bytes}) reached: recording stopped before step {batch.step}"
@@ -165,7 +166,7 @@ class RankWriter:
             path = self.directory / segments.segment_name(self._num_segments)
             segment = _Segment(self._num_segments, AppendFile(path), crc32(head))
             segment.file.append(head)
-            self.bytes_written += len(head)
+            self.bytes_written += len(head) + len(_END_OF_STREAM)
             self._num_segments += 1
             self._segments[head] = segment
         return segment
@@ -173,7 +174,6 @@ class RankWriter:
     def _finish_segment(self, segment: _Segment) -> None:
         with suppress(OSError):  # only other tools miss the end of a stream
             segment.file.append(_END_OF_STREAM)
-            self.bytes_written += len(_END_OF_STREAM)
         segment.file.close()
 
     def write_tensors(self, name: str, tensors: Mapping[str, np.ndarray]) -> None:
