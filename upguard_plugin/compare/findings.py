@@ -113,12 +113,13 @@ def pair_places(pairing: Pairing) -> Ints:
 def _place_of_alone(pairing: Pairing, row: int, in_target: bool) -> int:
     side = pairing.target if in_target else pairing.baseline
     key = side.batch.key_of(row)
-    if in_target:  # behind its nearest predecessor that the baseline has
-        earlier = np.flatnonzero(pairing.target_rows < row)
-        nearest = earlier[pairing.target_rows[earlier].argmax()] if len(earlier) else None
-        row = -1 if nearest is None else int(pairing.baseline_rows[nearest])
+    if in_target:  # just before the next event that the baseline has too
+        later = np.flatnonzero(pairing.target_rows > row)
+        row = len(pairing.baseline.batch)
+        if len(later):
+            row = int(pairing.baseline_rows[later[pairing.target_rows[later].argmin()]])
     rank = int(_START_RANK[ROLE_NUMBER[key.role]]) << 40 if key.phase == "start" else _PAST_START
-    return rank + 2 * row + int(in_target)
+    return rank + 2 * row - int(in_target)
 
 
 def _of_pairs(pairing: Pairing, pairs: Ints, places: Ints, what: str) -> list[Finding]:

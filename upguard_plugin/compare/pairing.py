@@ -61,7 +61,7 @@ class Pairing:
     target_alone: Ints
     value_differs: Bools  # other fingerprints of tensors of one dtype and shape
     form_differs: Bools  # other dtype or shape
-    comparable: Bools  # False: hashed at other offsets, so fingerprints say nothing
+    comparable: Bools  # False: hashed at other offsets, so other fingerprints say nothing
 
     @property
     def differs(self) -> Bools:
@@ -109,7 +109,7 @@ def pair_step(baseline: EventBatch, target: EventBatch, space: KeySpace) -> Pair
         _others(rows_t, len(target)),
         values & ~forms,
         forms,
-        placed | forms,
+        placed | forms | ~values,
     )
 
 
