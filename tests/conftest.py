@@ -1,1 +1,1 @@
-"""Its being here puts this folder on the path: tests import `memory_run` and `toy_training`."""
+"""Its being here puts the checkout on the path: tests import `tests.memory_run` and the like."""

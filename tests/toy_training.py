@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memory_run import Event, MemoryRun, batch, hash_of
+from tests.memory_run import Event, MemoryRun, batch, hash_of
 
 from upguard_plugin.records import EventKey, Group
 

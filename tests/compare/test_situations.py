@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memory_run import MemoryRun, batch, edited, events, run
-from toy_training import flip, train
+from tests.memory_run import MemoryRun, batch, edited, events, run
+from tests.toy_training import flip, train
 
 from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.compare.selection import Selection

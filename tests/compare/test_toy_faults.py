@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_training import flip, train
+from tests.toy_training import flip, train
 
 from upguard_plugin.compare.runs import compare_runs
 
