@@ -32,6 +32,16 @@ class Position:
         finally:
             self.phase = before
 
+    @contextmanager
+    def outside_microbatches(self, phase: str) -> Iterator[None]:
+        """As `in_phase`, for events of the whole step: state, the optimizer's work."""
+        before, self.microbatch = self.microbatch, NONE
+        try:
+            with self.in_phase(phase):
+                yield
+        finally:
+            self.microbatch = before
+
     def next_call(self, boundary: str) -> int:
         """Number this call of a boundary in its step and micro-batch, from 0."""
         place = (boundary, self.microbatch)

@@ -172,6 +172,10 @@ class Recorder:
         if batch is not None and not self.failure:
             self._batches.put(batch)
 
+    def select(self, recorded: bool) -> None:
+        """Say whether the step that begins is to be recorded."""
+        self.active = recorded and not self.failure
+
     def fail(self, reason: str) -> None:
         """Stop recording for good; training goes on and the trace says why it is incomplete."""
         self.failure = self.failure or reason
