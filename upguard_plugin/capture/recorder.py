@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from upguard_plugin.capture.deferred import DeferredRows, Ticket
 from upguard_plugin.capture.position import Position
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import EventKey, Group, Placement, Source
@@ -57,6 +58,7 @@ class Recorder:
         self.failure = ""  # why recording ended early
         self._writer = writer
         self._queue = queue_
+        self._deferred = DeferredRows(FingerprintQueue(), writer.note)
         self._lock = threading.RLock()
         self._ids: dict[tuple[Any, ...], int] = {}
         self._keys: list[EventKey] = []
@@ -106,6 +108,46 @@ class Recorder:
             if value is not None:
                 self._values.append((row, value))
             return self._first_seq + row
+
+    def reserve(
+        self,
+        boundary: str,
+        tensor: torch.Tensor,
+        *,
+        role: str,
+        slot: str = "0",
+        phase: str | None = None,
+        operator: str | None = None,
+        moment: str | None = None,
+        placement: Placement | None = None,
+        call: int = 0,
+        group: Group | None = None,
+        op: str | None = None,
+        wire: Wire | None = None,
+        source: Source | None = None,
+    ) -> Ticket:
+        """Add the event of a tensor whose contents are not valid yet; they are not read.
+
+        The event stands here in program order; `fill` or `cancel` must follow, from any thread.
+        """
+        parts = (
+            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            operator, moment, placement, group, op, source,
+        )  # fmt: skip
+        with self._lock:
+            self._queue.put_words(0)
+            row = self._add_row(parts, None, call, NONE)
+            if wire is not None:
+                self._wires.append((row, wire))
+            return self._deferred.reserve(row, boundary, placement)
+
+    def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
+        """Take the fingerprint of `tensor` now for a reserved event, as `record` does."""
+        self._deferred.fill(ticket, tensor)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Say that a reserved event will never have its tensor; a note in the trace names it."""
+        self._deferred.cancel(ticket)
 
     def record_many(
         self,
@@ -167,10 +209,9 @@ class Recorder:
     def finish_step(self, *, mark: str | None = None) -> None:
         """Close the step: one device-to-host copy, one batch to the writer, on to the next step."""
         with self._lock:
-            batch = self._take_batch(mark)
+            batches = self._deferred.close_step(self._take_batch(mark))
             self.position.next_step()
-        if batch is not None and not self.failure:
-            self._batches.put(batch)
+        self._send(batches)
 
     def select(self, recorded: bool) -> None:
         """Say whether the step that begins is to be recorded."""
@@ -187,9 +228,15 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is finished, then end the trace. An unfinished step is not written."""
+        self._send(self._deferred.close())
         self._batches.put(None)
         self._thread.join()
         self._writer.close(self.failure)
+
+    def _send(self, batches: Iterable[EventBatch]) -> None:
+        for batch in batches:
+            if not self.failure:
+                self._batches.put(batch)
 
     def _add_row(
         self, parts: tuple[Any, ...], microbatch: int | None, call: int, producer: int
