@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from upguard_plugin.capture.deferred import DeferredRows, Ticket
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.storages import Storages, is_tracked, look
 from upguard_plugin.capture.tensors import as_bytes
@@ -67,6 +68,7 @@ class Recorder:
         self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._writer = writer
         self._queue = queue_
+        self._deferred = DeferredRows(FingerprintQueue(), writer.note)
         self._lock = threading.RLock()
         self._ids: dict[tuple[Any, ...], int] = {}
         self._keys: list[EventKey] = []
@@ -159,6 +161,46 @@ class Recorder:
             producer = writer if producer == NONE else producer
             return self._first_seq + self._add_row(key, microbatch, call, producer, taken)
 
+    def reserve(
+        self,
+        boundary: str,
+        tensor: torch.Tensor,
+        *,
+        role: str,
+        slot: str = "0",
+        phase: str | None = None,
+        operator: str | None = None,
+        moment: str | None = None,
+        placement: Placement | None = None,
+        call: int = 0,
+        group: Group | None = None,
+        op: str | None = None,
+        wire: Wire | None = None,
+        source: Source | None = None,
+    ) -> Ticket:
+        """Add the event of a tensor whose contents are not valid yet; they are not read.
+
+        The event stands here in program order; `fill` or `cancel` must follow, from any thread.
+        """
+        parts = (
+            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            operator, moment, placement, group, op, source,
+        )  # fmt: skip
+        with self._lock:
+            taken = self._queue.put_words(0)
+            row = self._add_row(self._key_of(parts), None, call, NONE, taken)
+            if wire is not None:
+                self._wires.append((row, wire))
+            return self._deferred.reserve(row, boundary, placement)
+
+    def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
+        """Take the fingerprint of `tensor` now for a reserved event, as `record` does."""
+        self._deferred.fill(ticket, tensor)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Say that a reserved event will never have its tensor; a note in the trace names it."""
+        self._deferred.cancel(ticket)
+
     def record_many(
         self,
         entries: Sequence[Entry],
@@ -245,10 +287,9 @@ class Recorder:
     def finish_step(self, *, mark: str | None = None) -> None:
         """Close the step: one device-to-host copy, one batch to the writer, on to the next step."""
         with self._lock:
-            batch = self._take_batch(mark)
+            batches = self._deferred.close_step(self._take_batch(mark))
             self.position.next_step()
-        if batch is not None and not self.failure:
-            self._batches.put(batch)
+        self._send(batches)
 
     def select(self, recorded: bool) -> None:
         """Say whether the step that begins is to be recorded."""
@@ -267,9 +308,15 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is finished, then end the trace. An unfinished step is not written."""
+        self._send(self._deferred.close())
         self._batches.put(None)
         self._thread.join()
         self._writer.close(self.failure)
+
+    def _send(self, batches: Iterable[EventBatch]) -> None:
+        for batch in batches:
+            if not self.failure:
+                self._batches.put(batch)
 
     def _fingerprint(
         self, boundary: str, tensor: torch.Tensor, placement: Placement | None
@@ -378,7 +425,7 @@ def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
 
 def _rows_of(hashes: Hashes, slots: np.ndarray) -> Hashes:
     """One row per event: events may share a slot."""
-    if len(hashes) == len(slots):
+    if np.array_equal(slots, np.arange(len(hashes))):
         return hashes  # every event has its own slot, in order
     columns = (hashes.h, hashes.s, hashes.nonfinite, hashes.max_abs, hashes.sketch)
     return Hashes(*(None if column is None else column[slots] for column in columns))
