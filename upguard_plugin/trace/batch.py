@@ -21,6 +21,7 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 
+
 @dataclass(frozen=True, slots=True)
 class EventBatch:
     """All columns have one row per event; optional columns are None where nothing was recorded."""
@@ -74,5 +75,7 @@ class RankEnd:
     """How a rank's trace ends."""
 
     complete: bool  # closed by `Guard.close()`
-    reason: str = ""  # why it is incomplete: "disk full", "max_bytes reached", "killed or still running"
+    reason: str = (
+        ""  # why it is incomplete: "disk full", "max_bytes reached", "killed or still running"
+    )
     notes: tuple[str, ...] = field(default=())  # what capture could not see, in whole sentences
