@@ -29,8 +29,8 @@ def message(action, *args, **kwargs) -> str:
 def read_all(run: Path) -> list:
     trace = open_trace(run)
     return [
-        (trace.layout(rank), trace.end(rank))
-        + tuple(trace.read(rank, entry.step, verify=True) for entry in trace.steps(rank))
+        [trace.layout(rank), trace.end(rank)]
+        + [trace.read(rank, entry.step, verify=True) for entry in trace.steps(rank)]
         for rank in trace.ranks
     ]
 
@@ -255,7 +255,7 @@ def test_more_ranks_than_the_run_had_are_refused(recorded):
     )
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [*FILES, "claim.json"])
 def test_links_are_not_followed(recorded, tmp_path, file):
     path = recorded / file
     path.rename(tmp_path / "elsewhere")
@@ -271,7 +271,7 @@ def test_a_linked_rank_directory_is_no_rank(recorded, tmp_path):
     assert open_trace(recorded).missing_ranks == (0,)
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [*FILES, "claim.json"])
 def test_a_named_pipe_does_not_make_the_reader_wait(recorded, file):
     path = recorded / file
     path.unlink()
@@ -280,7 +280,7 @@ def test_a_named_pipe_does_not_make_the_reader_wait(recorded, file):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not read")
-@pytest.mark.parametrize("file", [*FILES, "."])
+@pytest.mark.parametrize("file", [*FILES, "claim.json", "."])
 def test_what_may_not_be_read_is_a_sentence(recorded, file):
     for parent in recorded.parents:
         if parent.is_relative_to("/tmp/pytest-of-root"):

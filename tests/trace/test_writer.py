@@ -265,7 +265,9 @@ def test_a_long_reason_and_odd_notes_are_kept(run):
 
 def test_two_writers_do_not_share_a_rank(run):
     RankWriter(run, 0)
-    with pytest.raises(RunDirectoryError, match="cannot record rank 0: .*end.json exists already"):
+    with pytest.raises(
+        RunDirectoryError, match=r"cannot record in .*rank00000: it holds a trace already"
+    ):
         RankWriter(run, 0)
 
 
