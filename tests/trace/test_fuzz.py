@@ -24,7 +24,7 @@ from upguard_plugin.trace.run_directory import claim_run_directory, run_id_of
 from upguard_plugin.trace.writer import RankWriter
 
 NUM_STEPS = 3
-NUM_EXAMPLES = int(os.environ.get("UPGUARD_FUZZ_EXAMPLES", "100"))
+NUM_EXAMPLES = int(os.environ.get("UPGUARD_FUZZ_EXAMPLES", "50"))
 FILES = ["keys.arrow", "segment-00000.arrow", "index.bin", "rank.json", "end.json", "notes.txt"]
 JSON_FILES = ["manifest.json", "rank00000/rank.json", "rank00000/end.json"]
 

@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sample_events import make_batch, make_keys
 
@@ -298,5 +299,36 @@ def test_what_may_not_be_read_is_a_sentence(recorded, file):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_dumps_that_are_damaged_are_refused(recorded):
-    assert "the run has no dumps of this rank" in message(open_trace(recorded).read_tensors, 0, "a")
+def test_a_dump_that_was_not_made(recorded):
+    path = recorded / "rank00000/tensors/a.safetensors"
+    assert message(open_trace(recorded).read_tensors, 0, "a") == (
+        f"cannot read {path}: the run has no dumps of this rank\n"
+        "  try  record with dump switched on"
+    )
+
+
+def test_a_dump_with_a_flipped_bit_or_cut_off_is_refused(run):
+    writer = RankWriter(run, 0)
+    writer.write_tensors("a", {"x": np.arange(8.0), "y": np.ones((2, 2), np.float16)})
+    writer.close()
+    path = run / "rank00000/tensors/a.safetensors"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 3):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        for data in (bytes(flipped), whole[:place]):
+            path.write_bytes(data)
+            assert str(path) in message(open_trace(run).read_tensors, 0, "a")
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank00000/rank.json", "rank00000/end.json"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1, "1", None, [[]], {"a": {}}])
+def test_numbers_of_a_wrong_type_with_a_right_checksum_are_refused(recorded, file, value):
+    path = recorded / file
+    whole = json.loads(path.read_text())
+    del whole["checksum"]
+    for name in {"world_size", "rank", "layout", "num_steps", "complete"} & set(whole):
+        if name == "num_steps" and value is None:
+            continue  # a run still being written
+        path.write_bytes(to_json(whole | {name: value}))
+        assert str(recorded) in message(read_all, recorded)
