@@ -22,7 +22,6 @@ from upguard_plugin.config import environment_switch, load_config
 from upguard_plugin.errors import RunDirectoryError, UsageError
 from upguard_plugin.launch.run_child import run_child
 from upguard_plugin.launch.run_launchers import fit_launcher, is_multi_node
-from upguard_plugin.launch.run_report import report_lines
 from upguard_plugin.trace.manifest import NAME as MANIFEST_NAME
 from upguard_plugin.trace.run_directory import CLAIM_NAME
 
@@ -69,6 +68,8 @@ def run_recorded(
         done.append(launch.run)
         if ended.exit_code or ended.interrupted:
             break
+    from upguard_plugin.launch.run_report import report_lines  # slow to load, and not needed before
+
     _say(report_lines(done, ended.exit_code, len(launches)))
     for unused in done:
         _remove_if_empty(unused)
