@@ -83,11 +83,8 @@ def adopt_carried(environ: MutableMapping[str, str]) -> None:
 
 def is_dormant(environ: Mapping[str, str]) -> bool:
     """Whether this process is to be left alone: switched off, a launcher, or a helper's child."""
-    if environ.get("UPGUARD"):
-        from upguard_plugin.config import environment_switch  # 10 ms that most processes save
-
-        if environment_switch(environ) is False:
-            return True
+    if environ.get("UPGUARD") and _says_off(environ):
+        return True
     # Looked up, not imported: a child has it, and it takes time to load.
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None and processes.parent_process() is not None:
@@ -95,12 +92,22 @@ def is_dormant(environ: Mapping[str, str]) -> bool:
     return is_launcher(sys.orig_argv)
 
 
+def _says_off(environ: Mapping[str, str]) -> bool:
+    from upguard_plugin.config import environment_switch  # 10 ms that most processes save
+    from upguard_plugin.errors import ConfigError
+
+    try:
+        return environment_switch(environ) is False
+    except ConfigError:
+        return False  # whoever switches on reads it again, and stops the job
+
+
 def is_launcher(orig_argv: Sequence[str]) -> bool:
     """Whether a command line (with the interpreter first) starts trainings and is none itself."""
     module, script = _started(list(orig_argv[1:]))
     if module is not None:
         return any(module == name or module.startswith(f"{name}.") for name in LAUNCHER_MODULES)
-    return script is not None and os.path.basename(script) in LAUNCHER_COMMANDS
+    return script is not None and script.rpartition("/")[2] in LAUNCHER_COMMANDS
 
 
 def _started(arguments: list[str]) -> tuple[str | None, str | None]:

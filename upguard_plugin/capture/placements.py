@@ -13,12 +13,8 @@ from typing import Any
 import torch
 
 from upguard_plugin.errors import ConfigError, PlacementError
+from upguard_plugin.placement import parse_placement, replicated, resolve_placement
 from upguard_plugin.records import ROLES, Axis, Layout, Placement
-
-try:  # lands with its own change
-    from upguard_plugin.placement import parse_placement, replicated, resolve_placement
-except ModuleNotFoundError:
-    parse_placement = resolve_placement = replicated = None  # type: ignore[assignment]
 
 # Full replicas over an axis called `dp` where nothing else is said. Activations are not: each rank
 # has its own samples.
