@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import torch
+from memory_run import first_difference, recording
 from torch import nn
 
 from upguard_plugin.capture.rng import generator_state, numpy_state, python_state, read_generators
@@ -70,3 +71,48 @@ def test_generators_of_modules_and_adapters_are_named():
     before = found["rng.expert"]
     torch.rand(1, generator=model.expert)
     assert dict(read_generators(modules, sources))["rng.expert"] != before
+
+
+def run_dropout(between=None):
+    """Two steps with dropout; `between(step)` runs between a layer and the dropout behind it."""
+
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, x):
+            hidden = self.layer(x)
+            if between is not None:
+                between(guard.position.step)
+            return self.drop(hidden)
+
+    seed_all()
+    model = Drops()
+    with recording(model, ()) as (guard, run):
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            guard.step()
+    return run
+
+
+def test_a_module_that_draws_has_the_random_state_it_began_with():
+    run = run_dropout()
+
+    drawn = run.where(step=0, phase="forward", role="rng")
+    assert [(e.boundary, e.slot) for e in drawn] == [("drop", "torch_cpu"), ("(root)", "torch_cpu")]
+    output = run.where(step=0, boundary="drop", role="output")[0]
+    assert run.index(drawn[0]) < run.index(output)
+    (start,) = run.where(step=0, phase="start", boundary="rng.torch_cpu")
+    assert drawn[0].h == start.h
+
+
+def test_one_extra_draw_in_forward_is_found_before_the_module_that_draws_next():
+    def fault(step):
+        if step == 1:
+            torch.rand(1)
+
+    found = first_difference(run_dropout(), run_dropout(fault))
+
+    assert (found.step, found.phase, found.role, found.boundary) == (1, "forward", "rng", "drop")
+    assert first_difference(run_dropout(), run_dropout()) is None
