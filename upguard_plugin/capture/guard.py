@@ -19,10 +19,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
+from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.recorder import Recorder
@@ -72,7 +74,7 @@ def enable(
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
-    recorder = Recorder(writer, FingerprintQueue())
+    recorder = Recorder(writer, FingerprintQueue(), settings.roles)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     try:
@@ -107,6 +109,8 @@ class Guard:
         self.names = names
         self.probes: list[Probe] = []
         self._placements = placements
+        self._states = StateProbe(self)
+        self._batches = DataProbe(self)
         self._begun = False  # whether the state at the start of this step has been recorded
         self._closed = False
         self._pid = os.getpid()
@@ -119,10 +123,10 @@ class Guard:
 
     def attach(self) -> None:
         """Hook all probes of the config's level in."""
-        self._states = StateProbe(self)
-        self._batches = DataProbe(self)
         # In this order: a root module's batch is recorded before its own events.
         self.probes = [self._states, self._batches, ModuleProbe(self)]
+        if self.config.level == "op":
+            self.probes.append(OperatorProbe(self))
         for probe in self.probes:
             probe.attach()
         atexit.register(self._close_at_exit)
@@ -150,6 +154,8 @@ class Guard:
         """
         if iteration is not None:
             self.position.iteration = iteration
+        if self._begun:
+            self._states.record_end()
         self._begun = False
         self.recorder.finish_step(mark=mark)
         self.recorder.select(self.config.selected_step(self.position.step))
@@ -177,11 +183,11 @@ class Guard:
         if not self.recorder.active:
             return
         self.begin_step_if_needed()
-        call = self.position.next_call(name)
+        call = self.position.next_call(f"{name}:scalar")
         if not isinstance(value, torch.Tensor):
             self.recorder.record_number(name, value, call=call)
             return
-        number = float(value) if value.is_cpu and value.numel() == 1 else None
+        number = _number_in(value) if value.is_cpu and value.numel() == 1 else None
         self.recorder.record(name, value, role="scalar", call=call, value=number)
 
     @shielded
@@ -204,7 +210,9 @@ class Guard:
         if not self.recorder.active:
             return
         if role not in ROLES or (phase is not None and phase not in PHASES):
-            raise ConfigError(f"cannot observe {boundary}: unknown role {role!r} or phase {phase!r}")
+            raise ConfigError(
+                f"cannot observe {boundary}: unknown role {role!r} or phase {phase!r}"
+            )
         self.begin_step_if_needed()
         if isinstance(placement, str):
             placement = self._placements.resolve(placement, boundary, tensor.shape)
@@ -261,6 +269,12 @@ class IdleGuard(Guard):
 
     attach = begin_step_if_needed = step = microbatch = data = scalar = observe = _nothing  # type: ignore[assignment]
     placement = close = __exit__ = _nothing  # type: ignore[assignment]
+
+
+def _number_in(tensor: torch.Tensor) -> float | None:
+    with _disable_current_modes():  # no mode of the user's, nor of ours, sees this read
+        number = tensor.detach().item()
+    return None if isinstance(number, complex) else float(number)
 
 
 def _named_models(model: nn.Module | Sequence[nn.Module]) -> Models:

@@ -1,8 +1,8 @@
 """Names of modules, parameters and buffers, found by object.
 
 In:  the models as the user passed them, wrapped or not.
-Out: for each object one canonical name, free of wrapper prefixes, so that a model has the same names
-     under DDP, FSDP, torch.compile or a checkpoint wrapper as without.
+Out: for each object one canonical name, free of wrapper prefixes, so that a model has the same
+     names under DDP, FSDP, torch.compile or a checkpoint wrapper as without.
 
 A tied parameter has one canonical name (its first in the order of `named_parameters`, or the first
 of the user's `tied` list); its other names are its aliases.
@@ -10,7 +10,8 @@ of the user's `tied` list); its other names are its aliases.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -34,11 +35,12 @@ Models = tuple[tuple[str, nn.Module], ...]
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether the module only forwards to the one inside, under a name that is dropped."""
-    if type(module).__name__ not in _WRAPPER_CLASSES and not any(
-        base.__name__ in _WRAPPER_CLASSES for base in type(module).__mro__
-    ):
-        return False
-    return any(name in WRAPPERS for name in module._modules)
+    return _is_wrapper_class(type(module)) and not WRAPPERS.isdisjoint(module._modules)
+
+
+@lru_cache(maxsize=4096)
+def _is_wrapper_class(cls: type) -> bool:
+    return any(base.__name__ in _WRAPPER_CLASSES for base in cls.__mro__)
 
 
 class ParameterNames:
@@ -47,6 +49,7 @@ class ParameterNames:
     def __init__(self, models: Models, tied: Sequence[Sequence[str]] | None = None) -> None:
         self._models = models
         self._tied = tuple(tuple(names) for names in tied or ())
+        self.roots = tuple(prefix.removesuffix(".") or ROOT for prefix, _ in models)
         self.refresh()
 
     def refresh(self) -> None:
@@ -61,9 +64,8 @@ class ParameterNames:
         self._by_id: dict[int, str] = {}
         self._owned: dict[int, str] = {}
         canonical = {name: names[0] for names in self._tied for name in names}
-        for prefix, model in self._models:
-            for name, module in _walk(model, prefix):
-                self._add_module(name, module, canonical)
+        for name, module in self.walk():
+            self._add_module(name, module, canonical)
         known = {*self.parameters, *(n for names in self.aliases.values() for n in names)}
         for name in canonical:
             if name not in known:
@@ -71,6 +73,11 @@ class ParameterNames:
                     f"tied names a parameter that no model has: {name!r}",
                     remedy="names are those of model.named_parameters(), without `module.`",
                 )
+
+    def walk(self) -> Iterator[tuple[str, nn.Module]]:
+        """(name, module) of all models, parents first, wrappers included; shared modules repeat."""
+        for root, (_, model) in zip(self.roots, self._models, strict=True):
+            yield from _walk(root, model)
 
     def of(self, thing: torch.Tensor | nn.Module) -> str | None:
         """The canonical name of a parameter, buffer or module; None for anything else."""
@@ -87,9 +94,7 @@ class ParameterNames:
                 self.buffers[_join(name, leaf)] = buffer
                 self._by_id[id(buffer)] = _join(name, leaf)
 
-    def _add_parameter(
-        self, name: str, parameter: nn.Parameter, canonical: dict[str, str]
-    ) -> None:
+    def _add_parameter(self, name: str, parameter: nn.Parameter, canonical: dict[str, str]) -> None:
         first = self._by_id.get(id(parameter))
         if first is None:
             first = canonical.get(name, name)
@@ -105,22 +110,13 @@ def _join(module: str, leaf: str) -> str:
     return leaf if module == ROOT else f"{module}.{leaf}"
 
 
-def _walk(model: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
-    """(name, module) of the model and everything below, parents first; shared modules once."""
-    seen: set[int] = set()
-
-    def visit(name: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        yield name, module
-        wrapped = is_wrapper(module)
-        for leaf, child in module._modules.items():
-            if child is not None:
-                inside = wrapped and leaf in WRAPPERS
-                yield from visit(name if inside else _join(name, leaf), child)
-
-    return visit(prefix.removesuffix(".") or ROOT, model)
+def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield name, module
+    wrapped = is_wrapper(module)
+    for leaf, child in module._modules.items():
+        if child is not None:
+            inside = wrapped and leaf in WRAPPERS
+            yield from _walk(name if inside else _join(name, leaf), child)
 
 
 def clean_name(name: str) -> str:

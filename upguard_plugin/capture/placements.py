@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from upguard_plugin.errors import ConfigError, PlacementError
-from upguard_plugin.placement import parse_placement, resolve_placement
+from upguard_plugin.placement import parse_placement, replicated, resolve_placement
 from upguard_plugin.records import ROLES, Axis, Layout, Placement
 
 # Full replicas over an axis called `dp` where nothing else is said. Activations are not: each rank
@@ -95,7 +95,7 @@ class Placements:
         if spec is not None and (shape or role not in STATE_ROLES):
             return self.resolve(spec, boundary, shape)
         if self._replicas and role in STATE_ROLES:
-            return self.resolve(" ".join("*" * len(shape)), boundary, shape)
+            return replicated(shape)
         return None
 
     def _spec(self, boundary: str, role: str, slot: str) -> str | None:

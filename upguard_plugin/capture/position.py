@@ -15,12 +15,16 @@ from upguard_plugin.trace.batch import NONE
 
 @dataclass(slots=True)
 class Position:
-    """The place in the run: `step` counts from 0 at `enable`, `iteration` is the framework's own."""
+    """The place in the run.
+
+    `step` counts from 0 at `enable`; `iteration` is the framework's own number.
+    """
 
     step: int = 0
     iteration: int | None = None
     microbatch: int = NONE
     phase: str = "start"
+    module: str = ""  # the innermost module whose forward is running
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @contextmanager

@@ -15,9 +15,15 @@ from pathlib import Path
 import torch
 
 from upguard_plugin.capture.names import Models
-from upguard_plugin.capture.program import program_of
 from upguard_plugin.config import UpGuardConfig
-from upguard_plugin.environment import environment_variables, redacted_command, versions
+from upguard_plugin.environment import (
+    collect_sources,
+    collect_variables,
+    collect_versions,
+    device_name,
+    program_digest,
+    redact_command,
+)
 from upguard_plugin.records import Layout
 from upguard_plugin.trace.manifest import Manifest, write_manifest
 from upguard_plugin.trace.run_directory import claim_run_directory, run_id_of
@@ -59,11 +65,11 @@ def open_run(
     run = claim_run_directory(
         Path(config.output_dir), rank=rank, run_token=run_token(), overwrite=config.overwrite
     )
-    device = _device(models)
+    device = device_name()
     writer = RankWriter(run, rank, layout=layout, device=device, max_bytes=config.max_bytes)
     recorded = tuple(r for r in range(world_size) if config.selected_rank(r))
     if rank == recorded[0]:
-        write_manifest(run, _manifest(run, config, world_size, recorded, models, {rank: device}))
+        write_manifest(run, _manifest(run, config, rank, world_size, recorded, models, device))
         print(
             f"upguard: recording level {config.level} to {run}; "
             f"afterwards: upguard compare {run} OTHER_RUN",
@@ -76,34 +82,26 @@ def open_run(
 def _manifest(
     run: Path,
     config: UpGuardConfig,
+    rank: int,
     world_size: int,
     recorded: tuple[int, ...],
     models: Models,
-    devices: dict[int, str],
+    device: str,
 ) -> Manifest:
-    program = program_of(models, config.program)
+    sources = collect_sources({type(part) for _, model in models for part in model.modules()})
+    command = sys.orig_argv
     return Manifest(
         run_id=run_id_of(run),
-        command=redacted_command(),
+        command=redact_command(command),
         config=config.to_mapping(),
-        program_digest=program.digest,
+        program_digest=program_digest(command, sources, config.program),
         program=config.program,
-        sources=program.sources,
+        sources=sources,
         world_size=world_size,
         level=config.level,
-        versions=versions(),
-        variables=environment_variables(),
-        devices={str(r): device for r, device in devices.items()},
+        versions=collect_versions(),
+        variables=collect_variables(),
+        devices={str(rank): device},
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         recorded_ranks=None if len(recorded) == world_size else recorded,
     )
-
-
-def _device(models: Models) -> str:
-    """The device of the first parameter, with its name where it is an accelerator."""
-    for _, model in models:
-        for parameter in model.parameters():
-            if parameter.device.type == "cuda":
-                return f"{parameter.device} ({torch.cuda.get_device_name(parameter.device)})"
-            return str(parameter.device)
-    return "cpu"

@@ -1,9 +1,9 @@
 """The one broad catch: between us and the training job.
 
-Every entry point that a training program calls without asking for it (hooks) goes through `shielded`.
-Our own failure stops the recording, with the reason in the trace; the training goes on. A wrong
-setting that shows only when the first tensor is seen (a placement that does not fit) does stop the
-job, as long as its first step has not been finished.
+What a training program calls without asking for it (hooks) goes through `shielded`. Our own failure
+stops the recording, with the reason in the trace; the training goes on. A wrong setting that shows
+only when the first tensor is seen (a placement that does not fit) does stop the job, as long as its
+first step has not been finished.
 """
 
 from __future__ import annotations

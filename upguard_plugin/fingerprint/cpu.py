@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, njit, types
 from numba import uint64 as u64
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from upguard_plugin.fingerprint import keys
@@ -31,9 +33,12 @@ SEED_A = np.uint64(keys.SEED_A)
 GOLDEN = np.uint64(keys.GOLDEN)
 MIX1, MIX2 = np.uint64(keys.MIX1), np.uint64(keys.MIX2)
 KEYS_B = np.array(keys.KEYS_B)
-# Two limbs of neighbouring words in each 64 bits: then LLVM finds the 32 x 32 -> 64 bit multiply.
-LIMB0, LIMB1, LIMB2 = (limb.view(np.uint64) for limb in keys.limbs(keys.KEYS_B))
+# [3, 1024]: limbs of neighbouring words share 64 bits, as the words of a pair do. Halves of 64-bit
+# lanes are what the 32 x 32 -> 64 bit vector multiply takes.
+LIMBS = np.stack([limb.view(np.uint64) for limb in keys.limbs(keys.KEYS_B)])
 PAIRS_PER_BLOCK = keys.BLOCK_WORDS // 2
+LANES = 8  # one AVX-512 register, two of AVX2
+PREFETCH_BYTES = 2 * keys.BLOCK_BYTES  # far enough for memory, and still in L2 when it is used
 
 
 @intrinsic
@@ -88,25 +93,79 @@ def _key_a(block: Word) -> Word:
     return z + u64(1)
 
 
-@njit
-def _dot(pairs: Words, limb0: Words, limb1: Words, limb2: Words) -> tuple[Word, Word, Word]:
-    a0 = a1 = a2 = u64(0)
-    for k in range(pairs.shape[0]):
-        x = pairs[k]
-        y = x >> u64(32)
-        x &= u64(0xFFFFFFFF)
-        a0 += x * (limb0[k] & u64(0xFFFFFFFF)) + y * (limb0[k] >> u64(32))
-        a1 += x * (limb1[k] & u64(0xFFFFFFFF)) + y * (limb1[k] >> u64(32))
-        a2 += x * (limb2[k] & u64(0xFFFFFFFF)) + y * (limb2[k] >> u64(32))
-    return a0, a1, a2
+@intrinsic
+def _vector_sums(typing_context: Any, address: Any, limbs: Any, num_bytes: Any) -> Any:
+    """Sums over num_bytes / 8 pairs of words: their products with each limb, and the pairs as is.
+
+    Written as vector code because a loop left to the compiler cannot prefetch. `address` and
+    `limbs` are read 64 bytes at a time; num_bytes is a multiple of 64.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, limbs, num_bytes = args
+        int32, int64 = ir.IntType(32), ir.IntType(64)
+        vector = ir.VectorType(int64, LANES)
+        low_half = ir.Constant(vector, [0xFFFFFFFF] * LANES)
+        half_width = ir.Constant(vector, [32] * LANES)
+        byte_pointer = ir.IntType(8).as_pointer()
+        prefetch = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32]),
+            "llvm.prefetch.p0i8",
+        )
+
+        def load(at: Any) -> Any:
+            loaded = builder.load(builder.inttoptr(at, vector.as_pointer()))
+            loaded.align = 1
+            return loaded
+
+        zero = ir.Constant(vector, [0] * LANES)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(4)]
+        step = ir.Constant(int64, 8 * LANES)
+        start = ir.Constant(int64, 0)
+        with cgutils.for_range_slice(builder, start, num_bytes, step) as (position, _):
+            here = builder.add(address, position)
+            ahead = builder.add(here, ir.Constant(int64, PREFETCH_BYTES))
+            where = [ir.Constant(int32, flag) for flag in (0, 2, 1)]  # read, to L2, data
+            builder.call(prefetch, [builder.inttoptr(ahead, byte_pointer), *where])
+            pair = load(here)
+            first, second = builder.and_(pair, low_half), builder.lshr(pair, half_width)
+            for k in range(3):
+                table = ir.Constant(int64, k * 8 * PAIRS_PER_BLOCK)
+                limb = load(builder.add(limbs, builder.add(position, table)))
+                products = builder.add(
+                    builder.mul(first, builder.and_(limb, low_half)),
+                    builder.mul(second, builder.lshr(limb, half_width)),
+                )
+                builder.store(builder.add(builder.load(sums[k]), products), sums[k])
+            builder.store(builder.add(builder.load(sums[3]), pair), sums[3])
+        totals = []
+        for kept in sums:
+            lanes = builder.load(kept)
+            total = ir.Constant(int64, 0)
+            for k in range(LANES):
+                total = builder.add(total, builder.extract_element(lanes, ir.Constant(int32, k)))
+            totals.append(total)
+        return context.make_tuple(builder, signature.return_type, totals)
+
+    return types.UniTuple(types.uint64, 4)(types.uint64, types.uint64, types.uint64), generate
 
 
 @njit
-def _sum(pairs: Words) -> Word:
-    s = u64(0)
-    for k in range(pairs.shape[0]):
+def _block_sums(pairs: Words, first: int) -> tuple[Word, Word, Word, Word]:
+    """The four sums of `_vector_sums` over pairs that lie in one block, from its pair `first` on."""
+    whole = pairs.shape[0] & ~(LANES - 1)
+    a0, a1, a2, s = _vector_sums(
+        u64(pairs.ctypes.data), u64(LIMBS.ctypes.data + 8 * first), u64(8 * whole)
+    )
+    for k in range(whole, pairs.shape[0]):
+        x, y = pairs[k] & u64(0xFFFFFFFF), pairs[k] >> u64(32)
+        limb0, limb1, limb2 = LIMBS[0, first + k], LIMBS[1, first + k], LIMBS[2, first + k]
+        a0 += x * (limb0 & u64(0xFFFFFFFF)) + y * (limb0 >> u64(32))
+        a1 += x * (limb1 & u64(0xFFFFFFFF)) + y * (limb1 >> u64(32))
+        a2 += x * (limb2 & u64(0xFFFFFFFF)) + y * (limb2 >> u64(32))
         s += pairs[k]
-    return s
+    return a0, a1, a2, s
 
 
 @njit
@@ -140,15 +199,14 @@ def _hash_run(address: int, num_bytes: int, offset: int, with_sum: int) -> tuple
     while i < num_pairs:
         c = (first + i) & (PAIRS_PER_BLOCK - 1)
         n = min(PAIRS_PER_BLOCK - c, num_pairs - i)
-        a0, a1, a2 = _dot(pairs[i : i + n], LIMB0[c : c + n], LIMB1[c : c + n], LIMB2[c : c + n])
-        if with_sum:
-            s += _sum(pairs[i : i + n])
+        a0, a1, a2, block_s = _block_sums(pairs[i : i + n], c)
+        s += block_s
         h = _add(h, _multiply(_join_limbs(a0, a1, a2), _key_a(u64((first + i) >> 10))))
         i += n
     done = head + 8 * num_pairs
     if done < num_bytes:
         h = _add(h, _hash_bytes(data[done:], offset + done))
-    return h, s
+    return h, s if with_sum else u64(0)
 
 
 @compile_kernel

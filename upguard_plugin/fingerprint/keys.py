@@ -75,7 +75,7 @@ KEYS_B.flags.writeable = False
 def limbs(keys: Words) -> tuple[npt.NDArray[np.uint32], ...]:
     """Split 61-bit keys into 21 + 21 + 19 bits.
 
-    A 32-bit word times 21 bits stays below 2**53, so 2048 products add up in 64 bits without a carry.
+    A 32-bit word times 21 bits stays below 2**53: 2048 products add up in 64 bits without a carry.
     """
     low = np.uint64((1 << 21) - 1)
     parts = (keys & low, (keys >> np.uint64(21)) & low, keys >> np.uint64(42))

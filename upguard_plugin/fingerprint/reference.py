@@ -36,9 +36,10 @@ def fingerprint_array(
     h = s = 0
     for piece in placement.pieces:
         local, logical = piece_indices(piece)
-        if len(local) and not (0 <= local.min() and local.max() < len(bits)):
+        if len(local) and (local.min() < 0 or local.max() >= len(bits)):
+            shape = list(array.shape)
             raise PlacementError(
-                f"placement {placement.spec!r} reaches outside a tensor of shape {list(array.shape)}"
+                f"placement {placement.spec!r} reaches outside a tensor of shape {shape}"
             )
         piece_h, piece_s = hash_elements(bits[local], logical)
         h, s = (h + piece_h) % FINGERPRINT_PRIME, (s + piece_s) & MASK64

@@ -31,7 +31,7 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Runs of `run_bytes` bytes, `start` bytes from the tensor's address, `offset` in the logical one."""
+    """Runs of `run_bytes` bytes, `start` bytes into memory, `offset` into the logical tensor."""
 
     start: int
     offset: int

@@ -1,0 +1,59 @@
+"""`rank.json`: where one rank sits in the run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from upguard_plugin.records import SCHEMA_VERSION, Axis, Layout
+from upguard_plugin.trace.files import damaged, from_json, read_whole, replace_file, to_json
+from upguard_plugin.trace.manifest import refuse_other_schema
+
+NAME = "rank.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    run_id: str  # of the run directory, so that ranks of different runs cannot be mixed up
+    rank: int
+    device: str
+    layout: Layout
+
+
+def write(directory: Path, about: RankFile) -> int:
+    """Write `rank.json`; returns its size in bytes. Raises OSError."""
+    data = to_json({"schema_version": SCHEMA_VERSION, **asdict(about)})
+    replace_file(directory / NAME, data)
+    return len(data)
+
+
+def read(directory: Path) -> RankFile:
+    """Raises TraceError if the file is missing, damaged or of another schema."""
+    path = directory / NAME
+    fields = from_json(read_whole(path, limit=1 << 26), path)
+    refuse_other_schema(fields.get("schema_version"), path)
+    try:
+        return RankFile(
+            str(fields["run_id"]),
+            int(fields["rank"]),
+            str(fields["device"]),
+            _layout(fields["layout"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(path, f"a field is missing or has a wrong type ({error})") from None
+
+
+def _layout(fields: dict[str, Any]) -> Layout:
+    axes = tuple(
+        Axis(
+            name=str(axis["name"]),
+            size=int(axis["size"]),
+            index=int(axis["index"]),
+            ranks=tuple(int(rank) for rank in axis["ranks"]),
+            mesh=str(axis["mesh"]),
+        )
+        for axis in fields["axes"]
+    )
+    stage = fields["zero_stage"]
+    return Layout(axes, None if stage is None else int(stage))
