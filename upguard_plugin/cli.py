@@ -156,7 +156,7 @@ def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. The process's own arguments where none are given."""
+    """Run the command and return its exit code; `arguments` default to the process's own."""
     try:
         code = upguard.main(arguments, prog_name="upguard", standalone_mode=False)
         sys.stdout.flush()

@@ -144,7 +144,7 @@ class Coverage(_Model):
     """
 
     compared: int = Field(description="pairs of events that were compared, equal or not")
-    differ: int = Field(description="pairs among them that differ: the divergence and what it led to")
+    differ: int = Field(description="pairs among them that differ: a divergence and what it led to")
     unmatched_baseline: int
     unmatched_target: int
     not_comparable: int

@@ -162,7 +162,8 @@ def _gains(baseline: Stretch, target: Stretch) -> npt.NDArray[np.int32]:
     same = baseline.identity[:, None] == target.identity[None, :]
     hinted = same & (baseline.hint[:, None] == target.hint[None, :])
     pair = min(len(baseline), len(target)) + 1  # worth more than all hints together
-    return same * np.int32(pair) + hinted.astype(np.int32)
+    gains: npt.NDArray[np.int32] = same * np.int32(pair) + hinted.astype(np.int32)
+    return gains
 
 
 def _best_upto(gain: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from upguard_plugin.compare.describe import group_ref
+from upguard_plugin.compare.describe import group_ref, source_ref
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.errors import UsageError
 from upguard_plugin.trace.batch import EventBatch
-from upguard_plugin.verdict import SeenEvent, SourceRef
+from upguard_plugin.verdict import SeenEvent
 
 
 def browse(run: Run, selection: Selection, limit: int | None = None) -> Iterator[SeenEvent]:
@@ -74,5 +74,5 @@ def _seen(batch: EventBatch, row: int, rank: int) -> SeenEvent:
         value=None if value is None or np.isnan(value) else value,
         group=group_ref(batch, row),
         op=key.op,
-        source=None if key.source is None else SourceRef(file=key.source.file, line=key.source.line),
+        source=source_ref(key),
     )

@@ -12,10 +12,17 @@ from typing import Literal
 
 import numpy as np
 
-from upguard_plugin.compare.findings import Finding
+from upguard_plugin.compare.evidence import (
+    Scene,
+    baseline_draws,
+    has_local_gradients,
+    inputs_equal_of,
+    is_stale,
+    overwritten_producer,
+    pairs_of,
+    rng_parted,
+)
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective
-from upguard_plugin.compare.pairing import Pairing, Side
-from upguard_plugin.compare.scan import RankSteps
 from upguard_plugin.records import EventKey
 
 Kind = Literal[
@@ -66,26 +73,10 @@ class Cause:
     why: str  # half a sentence that follows "... differs"
 
 
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """Where a finding was made."""
-
-    steps: RankSteps
-    step: int
-    pairing: Pairing
-    finding: Finding
-    world_size: int
-    same_program: bool
-
-    @property
-    def key(self) -> EventKey:
-        return self.finding.key(self.pairing)
-
-
 def cause_of(scene: Scene) -> Cause:
     """Decide the kind of a divergence and say why."""
-    inputs_equal = _inputs_equal(scene)
-    producer = _overwritten_producer(scene)
+    inputs_equal = inputs_equal_of(scene)
+    producer = overwritten_producer(scene)
     for rule in (_state_at_start, _batch, _random, _collective, _structure):
         decided = rule(scene)
         if decided is not None:
@@ -94,7 +85,9 @@ def cause_of(scene: Scene) -> Cause:
     kind = _KIND_OF_PHASE[scene.key.phase]
     why = _how_we_know(scene, inputs_equal, producer)
     if scene.same_program and inputs_equal is not False:
-        return Cause("nondeterminism", inputs_equal, producer, f"{why}, in one and the same program")
+        return Cause(
+            "nondeterminism", inputs_equal, producer, f"{why}, in one and the same program"
+        )
     return Cause(kind, inputs_equal, producer, why)
 
 
@@ -134,12 +127,12 @@ def _written_between(scene: Scene) -> tuple[Kind, str]:
     key, before = scene.key, scene.steps.pairing(scene.step - 1)
     if before is None:
         return "optimizer", "at the start of the step, and the step before was not recorded"
-    at_end = _pairs(before, key.boundary, ("optimizer", "param_sync"), "param")
+    at_end = pairs_of(before, key.boundary, ("optimizer", "param_sync"), "param")
     if len(at_end) and before.differs[at_end[-1]]:
         return "optimizer", "as the step before left it"
     if key.role == "buffer":
         owner = key.boundary.rpartition(".")[0]
-        if len(_pairs(before, owner, ("forward",), "output")):
+        if len(pairs_of(before, owner, ("forward",), "output")):
             return "forward", f"at the start of the step: the forward of {owner} wrote it"
     if len(at_end):
         return "optimizer", (
@@ -182,44 +175,9 @@ def _random(scene: Scene) -> tuple[Kind, str] | None:
     if key.role == "output" and _RANDOM.search(named) and parted is not False:
         return "rng", "with equal inputs: it drew other random numbers"
     quiet = key.operator is not None and _NEVER_RANDOM.search(key.operator)
-    if parted and not (quiet and key.role == "output") and _draws(scene):
+    if parted and not (quiet and key.role == "output") and baseline_draws(scene):
         return "rng", "and the random states, equal when the step began, differ when it ended"
     return None
-
-
-def rng_parted(scene: Scene) -> bool | None:
-    """Whether RNG states were equal at the start of the step and differ at that of the next.
-
-    None where the next step's states were not recorded.
-    """
-    after = scene.steps.pairing(scene.step + 1)
-    if after is None:
-        return None
-    states = _pairs(after, None, ("start",), "rng")
-    return bool(after.differs[states].any()) if len(states) else None
-
-
-def _draws(scene: Scene) -> bool:
-    """Whether the baseline itself draws random numbers in the step."""
-    after = scene.steps.pairing(scene.step + 1)
-    if after is None:
-        return False
-    return any(
-        _hash_of(scene.pairing.baseline, boundary) not in (None, later)
-        for boundary, later in _rng_states(after.baseline).items()
-    )
-
-
-def _rng_states(side: Side) -> dict[str, int]:
-    at_start = (side.columns.role[side.key] == ROLE_NUMBER["rng"]) & (
-        side.columns.phase[side.key] == PHASE_NUMBER["start"]
-    )
-    rows = np.flatnonzero(at_start).tolist()
-    return {side.batch.key_of(row).boundary: int(side.batch.h[row]) for row in rows}
-
-
-def _hash_of(side: Side, rng_boundary: str) -> int | None:
-    return _rng_states(side).get(rng_boundary)
 
 
 def _collective(scene: Scene) -> tuple[Kind, str] | None:
@@ -234,10 +192,10 @@ def _collective(scene: Scene) -> tuple[Kind, str] | None:
         return "collective", _other_call(scene)
     if key.role == "output":
         return "collective", "in its result, with equal inputs on every rank that was compared"
-    launched = _pairs(scene.pairing, key.boundary, (key.phase,), "input", "launch")
+    launched = pairs_of(scene.pairing, key.boundary, (key.phase,), "input", "launch")
     if key.moment == "completion" and len(launched):
         return "collective", "at completion but not at launch: its input was overwritten in flight"
-    if key.phase in ("grad_sync", "param_sync") and _has_local_gradients(scene.pairing):
+    if key.phase in ("grad_sync", "param_sync") and has_local_gradients(scene.pairing):
         return "collective", "on its way into the collective: the local gradients are equal"
     return None
 
@@ -248,7 +206,7 @@ def _unsynchronised(scene: Scene) -> tuple[Kind, str] | None:
     if scene.finding.what == "form" or scene.world_size < 2:
         return None
     if key.phase == "grad_sync" and key.role in ("grad", "main_grad"):
-        if len(_pairs(scene.pairing, key.boundary, ("accumulate",), None)):
+        if len(pairs_of(scene.pairing, key.boundary, ("accumulate",), None)):
             return "collective", "after the gradients were synchronised, not before"
         return None
     if key.phase == "param_sync":
@@ -256,23 +214,9 @@ def _unsynchronised(scene: Scene) -> tuple[Kind, str] | None:
     if key.phase != "forward" or key.role != "param":
         return None
     before = scene.steps.pairing(scene.step - 1)
-    if before is not None and _is_stale(scene, before):
+    if before is not None and is_stale(scene, before):
         return "collective", "as it is used here, not as it stood at the start: a stale weight"
     return None
-
-
-def _is_stale(scene: Scene, before: Pairing) -> bool:
-    """Whether a weight in use is the one of the step before, or arrives by a collective."""
-    side, row = scene.finding.seen_by(scene.pairing)
-    columns = before.baseline.columns
-    key = before.baseline.key
-    gathered = columns.is_collective[key] & (columns.phase[key] == PHASE_NUMBER["param_sync"])
-    if gathered.any():
-        return True
-    row = scene.finding.target_row if scene.finding.target_row is not None else row
-    old = _pairs(before, scene.key.boundary, ("start", "forward"), "param")
-    now = int(scene.pairing.target.batch.h[row])
-    return any(int(before.target.batch.h[before.target_rows[pair]]) == now for pair in old)
 
 
 def _other_call(scene: Scene) -> str:
@@ -285,7 +229,7 @@ def _other_call(scene: Scene) -> str:
         for name, mine, other in (
             ("op", ours.op, theirs.op),
             ("operator", ours.operator, theirs.operator),
-            ("ranks", ours.group and list(ours.group.ranks), theirs.group and list(theirs.group.ranks)),
+            ("ranks", _ranks(ours), _ranks(theirs)),
             ("dtype", ours.dtype, theirs.dtype),
             ("shape", list(ours.shape), list(theirs.shape)),
         )
@@ -294,9 +238,8 @@ def _other_call(scene: Scene) -> str:
     return f"in the call: {', '.join(parts)}"
 
 
-def _has_local_gradients(pairing: Pairing) -> bool:
-    columns, key = pairing.baseline.columns, pairing.baseline.key
-    return bool((columns.phase[key] == PHASE_NUMBER["accumulate"]).any())
+def _ranks(key: EventKey) -> list[int]:
+    return [] if key.group is None else list(key.group.ranks)
 
 
 def _structure(scene: Scene) -> tuple[Kind, str] | None:
@@ -326,44 +269,6 @@ def _lacking(scene: Scene) -> str | None:
     return f"is missing in the {'target' if scene.finding.target_row is None else 'baseline'}"
 
 
-def _inputs_equal(scene: Scene) -> bool | None:
-    """Whether what the origin was computed from is equal; None where it was not recorded."""
-    key, pairing, row = scene.key, scene.pairing, scene.finding.baseline_row
-    if row is None:
-        return None
-    if key.role == "output":
-        inputs = pairing.of_call(row, "input")
-    elif key.role == "grad_input":
-        inputs = pairing.of_call(row, "grad_output")
-    elif key.role in ("grad", "main_grad") and key.phase == "accumulate":
-        owner = key.boundary.rpartition(".")[0]
-        inputs = _pairs(pairing, owner, ("backward",), "grad_output")
-        inputs = inputs[
-            pairing.baseline.batch.microbatch[pairing.baseline_rows[inputs]]
-            == pairing.baseline.batch.microbatch[row]
-        ]
-    elif key.phase in ("grad_sync", "clip", "optimizer") and key.role != "scalar":
-        earlier = ("accumulate",) if key.phase == "grad_sync" else ("accumulate", "grad_sync", "clip")
-        inputs = _pairs(pairing, key.boundary, earlier, None)
-    else:
-        return None
-    return None if not len(inputs) else not bool(pairing.differs[inputs].any())
-
-
-def _overwritten_producer(scene: Scene) -> int | None:
-    """The baseline row of the event that wrote an input last, if it is equal in both runs."""
-    key, pairing, row = scene.key, scene.pairing, scene.finding.baseline_row
-    producers = pairing.baseline.batch.producer
-    if key.role != "input" or row is None or producers is None or producers[row] < 0:
-        return None
-    seq = pairing.baseline.batch.seq
-    written = int(np.searchsorted(seq, producers[row]))
-    if written >= len(seq) or seq[written] != producers[row]:
-        return None
-    pair = np.flatnonzero(pairing.baseline_rows == written)
-    return written if len(pair) and not pairing.differs[pair[0]] else None
-
-
 def _how_we_know(scene: Scene, inputs_equal: bool | None, producer: int | None) -> str:
     key = scene.key
     if producer is not None:
@@ -382,22 +287,3 @@ def _how_we_know(scene: Scene, inputs_equal: bool | None, producer: int | None) 
             "made it"
         )
     return "although every recorded event before it is equal"
-
-
-def _pairs(
-    pairing: Pairing,
-    boundary: str | None,
-    phases: tuple[str, ...],
-    role: str | None,
-    moment: str | None = None,
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Pairs by what their keys say; None matches everything."""
-    wanted = [
-        number
-        for number, key in enumerate(pairing.baseline.columns.keys)
-        if boundary in (None, key.boundary)
-        and key.phase in phases
-        and role in (None, key.role)
-        and moment in (None, key.moment)
-    ]
-    return np.flatnonzero(np.isin(pairing.baseline.batch.key[pairing.baseline_rows], wanted))

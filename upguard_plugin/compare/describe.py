@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from upguard_plugin.compare.causes import Cause, Scene
+from upguard_plugin.compare.causes import Cause
+from upguard_plugin.compare.evidence import Scene
 from upguard_plugin.compare.pairing import Side
 from upguard_plugin.compare.ranks import Origin
+from upguard_plugin.records import EventKey
 from upguard_plugin.trace.batch import EventBatch
 from upguard_plugin.verdict import (
     Distance,
@@ -54,7 +56,7 @@ def divergence(origin: Origin, scene: Scene, cause: Cause) -> Divergence:
         producer=None
         if cause.producer is None
         else event_ref(pairing.baseline.batch, cause.producer, origin.scan.rank),
-        source=None if key.source is None else SourceRef(file=key.source.file, line=key.source.line),
+        source=source_ref(key),
         explanation=_explanation(scene, cause),
     )
 
@@ -80,6 +82,10 @@ def group_ref(batch: EventBatch, row: int) -> GroupRef | None:
         return None
     seq = None if batch.group_seq is None else _or_none(int(batch.group_seq[row]))
     return GroupRef(name=group.name, ranks=list(group.ranks), seq=seq)
+
+
+def source_ref(key: EventKey) -> SourceRef | None:
+    return None if key.source is None else SourceRef(file=key.source.file, line=key.source.line)
 
 
 def _or_none(number: int) -> int | None:

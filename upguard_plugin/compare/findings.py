@@ -3,10 +3,10 @@
 In:  the `Pairing` of a step, and which events are looked at.
 Out: `Finding`s, the first of them in the order of the step.
 
-Three kinds of evidence are told apart. *Values*: other bits in tensors of one dtype and shape, a
-collective, a gradient or an optimizer state that one run lacks: each is a divergence. *Forms*: another
-dtype or shape, whose bits cannot be compared; a divergence if values part behind it. *Structure*:
-what only one run has; a divergence only if no value differs anywhere.
+Three kinds of evidence are told apart. *Values*: other bits in tensors of one dtype and shape; a
+collective, a gradient or an optimizer state that one run lacks. Each is a divergence. *Forms*:
+another dtype or shape, whose bits cannot be compared; a divergence if values part behind it.
+*Structure*: what only one run has; a divergence only if no value differs anywhere.
 """
 
 from __future__ import annotations
@@ -113,12 +113,13 @@ def pair_places(pairing: Pairing) -> Ints:
 def _place_of_alone(pairing: Pairing, row: int, in_target: bool) -> int:
     side = pairing.target if in_target else pairing.baseline
     key = side.batch.key_of(row)
-    if in_target:  # behind its nearest predecessor that the baseline has
-        earlier = np.flatnonzero(pairing.target_rows < row)
-        nearest = earlier[pairing.target_rows[earlier].argmax()] if len(earlier) else None
-        row = -1 if nearest is None else int(pairing.baseline_rows[nearest])
+    if in_target:  # just before the next event that the baseline has too
+        later = np.flatnonzero(pairing.target_rows > row)
+        row = len(pairing.baseline.batch)
+        if len(later):
+            row = int(pairing.baseline_rows[later[pairing.target_rows[later].argmin()]])
     rank = int(_START_RANK[ROLE_NUMBER[key.role]]) << 40 if key.phase == "start" else _PAST_START
-    return rank + 2 * row + int(in_target)
+    return rank + 2 * row - int(in_target)
 
 
 def _of_pairs(pairing: Pairing, pairs: Ints, places: Ints, what: str) -> list[Finding]:
@@ -133,9 +134,7 @@ def _of_pairs(pairing: Pairing, pairs: Ints, places: Ints, what: str) -> list[Fi
     ]
 
 
-def _unused_scalars(
-    pairing: Pairing, values: Bools, places: Ints
-) -> tuple[tuple[str, ...], Bools]:
+def _unused_scalars(pairing: Pairing, values: Bools, places: Ints) -> tuple[tuple[str, ...], Bools]:
     """Scalars that differ with nothing behind them, and `values` without them.
 
     What a user hands over to be recorded may be for the log only. The training's own scalars (in
@@ -179,8 +178,8 @@ def _missing_values(pairing: Pairing) -> list[Finding]:
             known = named.boundary in other.columns.parameters and named.role in other.columns.roles
             if is_collective(named) or known:
                 place = _place_of_alone(pairing, row, in_target)
-                rows_of = (None, row) if in_target else (row, None)
-                found.append(Finding(place, *rows_of, "alone"))
+                row_b, row_t = (None, row) if in_target else (row, None)
+                found.append(Finding(place, row_b, row_t, "alone"))
                 break  # the first is enough: rows are in program order
     return found
 
@@ -232,10 +231,11 @@ def _beside(found: list[Finding], pairing: Pairing) -> list[Finding]:
         return [f for f, key in state if key.role != "master" or key.boundary not in weights]
     if keys[0].role not in ("data", "sample"):
         return found[:1]
+    here = _microbatch(found[0], pairing)
     batch = [
         (f, key)
         for f, key in zip(found, keys, strict=False)
-        if key.role in ("data", "sample") and _microbatch(f, pairing) == _microbatch(found[0], pairing)
+        if key.role in ("data", "sample") and _microbatch(f, pairing) == here
     ]
     whole = {key.boundary for _, key in batch if key.role == "data"}
     # A sample of a batch that is there as a whole says nothing more.

@@ -55,7 +55,8 @@ def obstacles(
     placed = sum(scan.not_comparable for scan in scans)
     if placed:
         reasons.append(
-            f"{_count(placed, 'event')} not comparable: the runs give these tensors other placements"
+            f"{_count(placed, 'event')} not comparable: "
+            "the runs give these tensors other placements"
         )
     if scans and not any(scan.compared for scan in scans):
         reasons.append("nothing in common: no event of the baseline has a partner in the target")
@@ -106,7 +107,7 @@ def _missing_steps(
 
 
 def _is_bounded(selection: Selection) -> bool:
-    return selection.steps is not None and all(last is not None for _, last in selection.steps.ranges)
+    return selection.steps is not None and None not in {last for _, last in selection.steps.ranges}
 
 
 def _ends(baseline: Run, target: Run, scan: RankScan, num_common: int) -> list[str]:
@@ -144,8 +145,10 @@ def differences_of_runs(baseline: Run, target: Run) -> list[str]:
     ours, theirs = baseline.manifest, target.manifest
     notes = [
         f"environment: {text}"
-        for text in [*_changed(ours.versions, theirs.versions, " "),
-                     *_changed(ours.variables, theirs.variables, "=")]
+        for text in [
+            *_changed(ours.versions, theirs.versions, " "),
+            *_changed(ours.variables, theirs.variables, "="),
+        ]
     ]
     if ours.program != theirs.program:
         notes.append(f"program: {ours.program!r} against {theirs.program!r}")
@@ -170,8 +173,8 @@ def scan_notes(scans: Sequence[RankScan]) -> list[str]:
     for scan in scans:
         for name, step in scan.unused_scalars.items():
             notes.append(
-                f"scalar {name} differs from step {step} on (rank {scan.rank}) and nothing behind it "
-                "does: it was recorded, and not used by the training"
+                f"scalar {name} differs from step {step} on (rank {scan.rank}) and nothing behind "
+                "it does: it was recorded, and not used by the training"
             )
         if scan.structure is not None and scan.step is not None:
             step, finding = scan.structure

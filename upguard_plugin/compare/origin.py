@@ -78,8 +78,9 @@ def _same_gradient(finding: Finding, pairing: Pairing) -> list[int]:
         & (side_b.batch.microbatch[rows_b] == side_b.batch.microbatch[row_b])
     )
     for side, rows, row in ((side_b, rows_b, row_b), (side_t, rows_t, row_t)):
-        same &= (side.batch.h[rows] == side.batch.h[row]) & (side.batch.s[rows] == side.batch.s[row])
-    return np.flatnonzero(same).tolist()
+        same &= side.batch.h[rows] == side.batch.h[row]
+        same &= side.batch.s[rows] == side.batch.s[row]
+    return [int(pair) for pair in np.flatnonzero(same)]
 
 
 def _arrived_equal(pairing: Pairing, pair: int) -> bool:

@@ -45,7 +45,8 @@ class Side:
         return self.columns.identity[self.key] * _CALLS + call
 
     def hint(self) -> Words:
-        return self.batch.h + self.batch.s * np.uint64(0x9E3779B97F4A7C15)
+        mixed: Words = self.batch.h + self.batch.s * np.uint64(0x9E3779B97F4A7C15)
+        return mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Pairing:
     target_alone: Ints
     value_differs: Bools  # other fingerprints of tensors of one dtype and shape
     form_differs: Bools  # other dtype or shape
-    comparable: Bools  # False: hashed at other offsets, so fingerprints say nothing
+    comparable: Bools  # False: hashed at other offsets, so other fingerprints say nothing
 
     @property
     def differs(self) -> Bools:
@@ -92,12 +93,13 @@ def pair_step(baseline: EventBatch, target: EventBatch, space: KeySpace) -> Pair
     """Pair the events of one step."""
     sides = (Side(baseline, space.columns(baseline.keys)), Side(target, space.columns(target.keys)))
     rows_b, rows_t = _pair_rows(*sides)
-    forms = sides[0].columns.form[sides[0].key[rows_b]] != sides[1].columns.form[
-        sides[1].key[rows_t]
-    ]
-    placed = sides[0].columns.placement[sides[0].key[rows_b]] == sides[1].columns.placement[
-        sides[1].key[rows_t]
-    ]
+    forms = (
+        sides[0].columns.form[sides[0].key[rows_b]] != sides[1].columns.form[sides[1].key[rows_t]]
+    )
+    placed = (
+        sides[0].columns.placement[sides[0].key[rows_b]]
+        == sides[1].columns.placement[sides[1].key[rows_t]]
+    )
     values = (baseline.h[rows_b] != target.h[rows_t]) | (baseline.s[rows_b] != target.s[rows_t])
     return Pairing(
         *sides,
@@ -107,7 +109,7 @@ def pair_step(baseline: EventBatch, target: EventBatch, space: KeySpace) -> Pair
         _others(rows_t, len(target)),
         values & ~forms,
         forms,
-        placed | forms,
+        placed | forms | ~values,
     )
 
 
@@ -147,7 +149,7 @@ def _segments(baseline: Side, target: Side) -> Iterator[tuple[Ints, Ints]]:
         (side.batch.microbatch.astype(np.int64) + 1) * 64 + side.columns.phase[side.key]
         for side in (baseline, target)
     ]
-    for label in np.intersect1d(*labels):
+    for label in np.intersect1d(labels[0], labels[1]):
         yield np.flatnonzero(labels[0] == label), np.flatnonzero(labels[1] == label)
 
 
@@ -155,10 +157,11 @@ def _pair_left_over(
     baseline: Side, target: Side, pairs: list[tuple[Ints, Ints]], by_identity: bool
 ) -> tuple[Ints, Ints]:
     """Pair what ran elsewhere, or as another operator, if each side has it once."""
-    rows_b = _others(np.concatenate([b for b, _ in pairs] or [np.empty(0, int)]), len(baseline.batch))
-    rows_t = _others(np.concatenate([t for _, t in pairs] or [np.empty(0, int)]), len(target.batch))
-    rows_b = _movable(baseline, rows_b)
-    rows_t = _movable(target, rows_t)
+    none = np.empty(0, dtype=np.int64)
+    paired_b = np.concatenate([none, *(b for b, _ in pairs)])
+    paired_t = np.concatenate([none, *(t for _, t in pairs)])
+    rows_b = _movable(baseline, _others(paired_b, len(baseline.batch)))
+    rows_t = _movable(target, _others(paired_t, len(target.batch)))
     names_b = _names(baseline, rows_b, by_identity)
     names_t = _names(target, rows_t, by_identity)
     once_b = {name: row for name, row in names_b.items() if row is not None}

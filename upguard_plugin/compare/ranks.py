@@ -107,7 +107,7 @@ def _row(origin: Origin) -> int:
     """Where the rank differs, in rows of its baseline events."""
     if origin.finding.baseline_row is not None:
         return origin.finding.baseline_row
-    return (origin.finding.place & ((1 << 40) - 1)) // 2 + 1
+    return (origin.finding.place & ((1 << 40) - 1)) // 2
 
 
 def _communicated(origin: Origin) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from upguard_plugin.compare.causes import Cause, Scene, cause_of, structure_of
+from upguard_plugin.compare.causes import Cause, cause_of, structure_of
 from upguard_plugin.compare.describe import divergence, event_ref
+from upguard_plugin.compare.evidence import Scene
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
     differences_of_runs,
@@ -78,9 +79,7 @@ def _divergence(
     pairing = origin.scan.steps.pairing(origin.step)
     assert pairing is not None
     world_size = baseline.manifest.world_size
-    scene = Scene(
-        origin.scan.steps, origin.step, pairing, origin.finding, world_size, one_program
-    )
+    scene = Scene(origin.scan.steps, origin.step, pairing, origin.finding, world_size, one_program)
     return divergence(origin, scene, decide(scene))
 
 
@@ -101,7 +100,7 @@ def _verdict(
         concurrent=list(minimal[1:]),
         tainted=None,
         per_rank=list(per_rank),
-        certified=_certified(scans),
+        certified=_certified(scans, minimal[0].ranks[0] if minimal else None),
         coverage=_coverage(baseline, target, scans),
         notes=list(notes),
     )
@@ -116,21 +115,16 @@ def _side(run: Run) -> RunSide:
     return RunSide(path=str(run.path), run_id=run.manifest.run_id, layout=sizes)
 
 
-def _certified(scans: Sequence[RankScan]) -> Certified:
-    """What is equal, rank by rank, up to where each rank first differs."""
-    ended = [scan for scan in scans if scan.last_equal is not None]
-    if not ended:
-        return Certified(events=0, last=None)
-    # Of the rank that differs first, else of the rank that got farthest.
-    last = min(ended, key=lambda scan: (scan.step is None, scan.step or 0, scan.rank))
-    assert last.last_equal is not None
-    step, row = last.last_equal
-    pairing = last.steps.pairing(step)
-    assert pairing is not None
-    return Certified(
-        events=sum(scan.certified for scan in scans),
-        last=event_ref(pairing.baseline.batch, row, last.rank),
-    )
+def _certified(scans: Sequence[RankScan], rank: int | None) -> Certified:
+    """What is equal, rank by rank, up to where each first differs; the last of it on `rank`."""
+    ends = [scan for scan in scans if scan.last_equal is not None and rank in (None, scan.rank)]
+    last = None
+    if ends and ends[0].last_equal is not None:
+        step, row = ends[0].last_equal
+        pairing = ends[0].steps.pairing(step)
+        assert pairing is not None
+        last = event_ref(pairing.baseline.batch, row, ends[0].rank)
+    return Certified(events=sum(scan.certified for scan in scans), last=last)
 
 
 def _coverage(baseline: Run, target: Run, scans: Sequence[RankScan]) -> Coverage:

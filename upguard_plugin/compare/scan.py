@@ -3,8 +3,8 @@
 In:  the same rank of both runs.
 Out: a `RankScan`: what was compared, what differs first, and how far everything is equal.
 
-A step whose digests agree is equal and not decoded. Behind the first divergent step nothing is read:
-there everything may differ, and nothing of it is the answer.
+A step whose digests agree is equal and not decoded. Behind the first divergent step nothing is
+read: there everything may differ, and nothing of it is the answer.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class RankSteps:
         if step not in self.baseline or step not in self.target:
             return None
         if step not in self._kept:
-            batches = (run.read(self.rank, step, verify=verify) for run in self._runs)
-            self._kept[step] = pair_step(*batches, self._space)
+            baseline, target = (run.read(self.rank, step, verify=verify) for run in self._runs)
+            self._kept[step] = pair_step(baseline, target, self._space)
             if len(self._kept) > _KEPT_STEPS:
                 self._kept.popitem(last=False)
         return self._kept[step]

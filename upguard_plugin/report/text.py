@@ -57,8 +57,9 @@ def _divergence_rows(found: Divergence, verdict: Verdict) -> list[tuple[str, str
         ("tensor", _tensor(found)),
         ("ranks", _ranks(found, verdict)),
         ("kind", f"{found.kind}: {found.explanation}"),
-        ("inputs", _INPUTS[found.inputs_equal]),
     ]
+    if found.inputs_equal is not None or found.phase not in ("start", "data"):
+        rows.append(("inputs", _INPUTS[found.inputs_equal]))
     if found.group is not None:
         members = ", ".join(map(str, found.group.ranks))
         seq = "" if found.group.seq is None else f", collective {found.group.seq} of it"
@@ -116,7 +117,8 @@ def _distance(found: Divergence) -> str:
 
 
 def _place(found: Divergence) -> str:
-    return f"{_when(found)}: {found.boundary or '(the model)'} {found.role} {found.slot} ({found.kind})"
+    where = f"{found.boundary or '(the model)'} {found.role} {found.slot}"
+    return f"{_when(found)}: {where} ({found.kind})"
 
 
 def _event(event: EventRef) -> str:

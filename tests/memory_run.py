@@ -4,23 +4,26 @@
     forward   0  input   fc/args.0              x
     forward   0  output  fc/out                 y       Linear
     forward   0  output  fc/out#1               y2      Linear   bfloat16 [4,8]
-    grad_sync -  output  bucket0/out            g       c10d.allreduce_  group=0,1:3  op=all_reduce_sum
+    grad_sync -  output  bucket0/out            g       group=0,1:3  op=all_reduce_sum
 
-Columns: phase, micro-batch, role, boundary/slot#call, value (equal text, equal fingerprint), then in
-any order an operator or class, dtype, shape, `group=RANKS:SEQ`, `op=`, `moment=`, `pair=PEER:SEQ`,
+Columns: phase, micro-batch, role, boundary/slot#call, value (equal text: equal fingerprint), then
+in any order an operator or class, dtype, shape, `group=RANKS:SEQ`, `op=`, `moment=`, `pair=PEER:SEQ`,
 `by=ROW` (the row that wrote the storage last), `at=SPEC` (placement).
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from upguard_plugin.records import EventKey, Group, Layout, Placement
 from upguard_plugin.trace.batch import NONE, EventBatch, RankEnd, StepEntry
+from upguard_plugin.trace.manifest import Manifest, write_manifest
+from upguard_plugin.trace.run_directory import claim_run_directory, run_id_of
+from upguard_plugin.trace.writer import RankWriter
 
 DTYPES = ("float32", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
 
@@ -164,7 +167,24 @@ def _digest(b: EventBatch) -> bytes:
 
 def run(*steps: str, name: str = "run", **settings) -> MemoryRun:
     """A run of one rank; each argument is the text of a step."""
-    return MemoryRun({0: [batch(i, events(text)) for i, text in enumerate(steps)]}, name, **settings)
+    return MemoryRun(
+        {0: [batch(i, events(text)) for i, text in enumerate(steps)]}, name, **settings
+    )
+
+
+def written(run: MemoryRun, directory: Path) -> Path:
+    """The same run on disk."""
+    directory = claim_run_directory(directory, rank=min(run.ranks), run_token="test")
+    fields = asdict(run.manifest) | {"run_id": run_id_of(directory)}
+    write_manifest(directory, Manifest(**fields))
+    for rank in run.ranks:
+        writer = RankWriter(directory, rank, layout=run.layout(rank))
+        for made in run.batches[rank].values():
+            writer.write(made)
+        for note in run.end(rank).notes:
+            writer.note(note)
+        writer.close(run.end(rank).reason)
+    return directory
 
 
 def edited(text: str, *changes: tuple[str, str]) -> str:
@@ -175,4 +195,4 @@ def edited(text: str, *changes: tuple[str, str]) -> str:
     return text
 
 
-__all__ = ["Event", "MemoryRun", "batch", "edited", "event", "events", "replace", "run"]
+__all__ = ["Event", "MemoryRun", "batch", "edited", "event", "events", "replace", "run", "written"]

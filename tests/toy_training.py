@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memory_run import Event, MemoryRun, batch, hash_of
+from tests.memory_run import Event, MemoryRun, batch, hash_of
 
 from upguard_plugin.records import EventKey, Group
 
@@ -24,7 +24,9 @@ def no_fault(place: str, rank: int, value: int) -> int:
 
 def flip(place: str, rank: int | None = None) -> Fault:
     """Flip a bit of the value made at this place (on one rank only)."""
-    return lambda at, on, value: value ^ 1 if at == place and on in (rank, on if rank is None else rank) else value
+    return lambda at, on, value: (
+        value ^ 1 if at == place and on in (rank, on if rank is None else rank) else value
+    )
 
 
 def mix(*values: object) -> int:
@@ -97,7 +99,9 @@ class Toy:
 
     def forward(self, mb: int) -> int:
         self.saved: dict[str, tuple[int, int]] = {}
-        x = self.made("data", "input_ids", "data", "value", mix("tokens", self.rank, self.step, mb), mb)
+        x = self.made(
+            "data", "input_ids", "data", "value", mix("tokens", self.rank, self.step, mb), mb
+        )
         self.emit("data", "input_ids", "sample", "0", mix("sample", x), mb)
         x = self.leaf_forward("embed", x, mb)
         for b in (f"blocks.{i}" for i in range(self.num_blocks)):
@@ -181,7 +185,15 @@ def _all_reduce(ranks: list[Toy]) -> None:
         for toy in ranks:
             seen = {**call, "group_seq": toy.group_seq}
             if toy.collectives:
-                toy.emit("grad_sync", "dp.all_reduce", "input", "0", toy.grads[p], **seen, moment="launch")
+                toy.emit(
+                    "grad_sync",
+                    "dp.all_reduce",
+                    "input",
+                    "0",
+                    toy.grads[p],
+                    **seen,
+                    moment="launch",
+                )
             reduced = toy._make(f"{toy.step}/-/grad_sync", p, "output", total)
             if toy.collectives:
                 toy.emit("grad_sync", "dp.all_reduce", "output", "0", reduced, **seen,
