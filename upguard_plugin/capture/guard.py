@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from upguard_plugin.capture.collectives import CollectiveProbe
+from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
@@ -125,6 +127,9 @@ class Guard:
         """Hook all probes of the config's level in."""
         # In this order: a root module's batch is recorded before its own events.
         self.probes = [self._states, self._batches, ModuleProbe(self)]
+        if torch.distributed.is_available() and not CollectiveProbe.in_use():
+            owners = [ParameterOwner(self.names.parameters)]
+            self.probes.append(CollectiveProbe(self.recorder, owners=owners))
         if self.config.level == "op":
             self.probes.append(OperatorProbe(self))
         for probe in self.probes:
