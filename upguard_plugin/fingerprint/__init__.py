@@ -1,1 +1,38 @@
 """The fingerprint of a tensor: definition, kernels, sketch. Loads nothing until a name is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+_PUBLIC = {
+    "FINGERPRINT_VERSION": "upguard_plugin.records",
+    "Fingerprint": "upguard_plugin.records",
+    "FingerprintQueue": "upguard_plugin.fingerprint.queue",
+    "Hashes": "upguard_plugin.fingerprint.queue",
+    "fingerprint": "upguard_plugin.fingerprint.tensors",
+    "fingerprint_array": "upguard_plugin.fingerprint.reference",
+    "fingerprint_many": "upguard_plugin.fingerprint.tensors",
+}
+
+__all__ = [
+    "FINGERPRINT_VERSION",
+    "Fingerprint",
+    "FingerprintQueue",
+    "Hashes",
+    "fingerprint",
+    "fingerprint_array",
+    "fingerprint_many",
+]
+
+if TYPE_CHECKING:
+    from upguard_plugin.fingerprint.queue import FingerprintQueue, Hashes
+    from upguard_plugin.fingerprint.reference import fingerprint_array
+    from upguard_plugin.fingerprint.tensors import fingerprint, fingerprint_many
+    from upguard_plugin.records import FINGERPRINT_VERSION, Fingerprint
+
+
+def __getattr__(name: str) -> object:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,156 @@
+"""Batches: what the training was fed, whole and sample by sample.
+
+In:  batches given to `guard.data`, or else the tensors that enter a model's forward.
+Out: phase `data`: one `data` event per tensor, and one `sample` event per sample of it, in batch
+     order, fingerprinted as if the sample stood alone: runs with other micro-batches match by it.
+
+A tensor that requires a gradient is not a batch: it was computed by the training itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from upguard_plugin.capture.names import WRAPPERS, is_wrapper
+from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.snapshot import readable
+
+if TYPE_CHECKING:
+    from upguard_plugin.capture.guard import Guard
+
+
+class DataProbe:
+    """Records batches. An adapter whose models receive activations sets `from_inputs` to False."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.recorder = guard.recorder
+        self.from_inputs = True
+        self._guard = guard
+        self._given: tuple[int, int] | None = None  # (step, micro-batch) of the last `guard.data`
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Hook into the models' forward. `detach` undoes it."""
+        for prefix, model in self._guard.models:
+            names = argument_names(model)
+            on_forward = partial(self._on_forward, prefix, names)
+            self._handles.append(
+                model.register_forward_pre_hook(on_forward, prepend=True, with_kwargs=True)
+            )
+
+    def detach(self) -> None:
+        """Leave the models as they were."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def record(self, name: str, value: Any, batch_dim: int = 0) -> None:
+        """Record a batch: a tensor, array, number or string, or a nested structure of them.
+
+        batch_dim: the dim that counts samples; tensors of another size there have no samples.
+        """
+        position = self._guard.position
+        self._given = (position.step, position.microbatch)
+        self._record_leaves(list(leaves(value, name)), batch_dim, "data")
+
+    @shielded
+    def _on_forward(
+        self, prefix: str, names: tuple[str, ...], model: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        # No return value: anything but None would replace the model's arguments.
+        position = self._guard.position
+        given = self._given == (position.step, position.microbatch)
+        if given or not self.from_inputs or not self.recorder.active:
+            return
+        self._guard.begin_step_if_needed()
+        named = {
+            (names[i] if i < len(names) else f"args.{i}"): value for i, value in enumerate(args)
+        }
+        found = [
+            (prefix + path, value)
+            for name, argument in (named | kwargs).items()
+            for path, value in leaves(argument, name)
+            if isinstance(value, Tensor) and not value.requires_grad
+        ]
+        evaluates = not model.training and not torch.is_grad_enabled()
+        self._record_leaves(found, 0, "eval" if evaluates else "data")
+
+    def _record_leaves(self, found: list[tuple[str, Any]], batch_dim: int, phase: str) -> None:
+        num_samples = _num_samples([v for _, v in found if isinstance(v, Tensor)], batch_dim)
+        for boundary, value in found:
+            call = self._guard.position.next_call(boundary)
+            if isinstance(value, Tensor):
+                has_samples = value.dim() > batch_dim and value.shape[batch_dim] == num_samples
+                self._record_tensor(
+                    boundary, value, phase, call, batch_dim if has_samples else None
+                )
+            elif isinstance(value, str | bytes):
+                data = value.encode() if isinstance(value, str) else value
+                self.recorder.record_bytes(boundary, data, role="data", phase=phase, call=call)
+            else:
+                self.recorder.record_number(boundary, value, role="data", phase=phase, call=call)
+
+    def _record_tensor(
+        self, boundary: str, batch: Tensor, phase: str, call: int, batch_dim: int | None
+    ) -> None:
+        tensor = readable(batch)
+        if tensor is None:
+            self.recorder.note(f"{boundary}: its batch has no bytes and is not seen")
+            return
+        placement = self._guard.placement(boundary, "data", "0", tensor)
+        self.recorder.record(
+            boundary, tensor, role="data", phase=phase, call=call, placement=placement
+        )
+        if batch_dim is None:
+            return
+        for i, sample in enumerate(tensor.detach().unbind(batch_dim)):
+            self.recorder.record(
+                boundary, sample, role="sample", slot=str(i), phase=phase, call=call
+            )
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, tensor, number, string or bytes) of everything in a nested structure, in its order.
+
+    Arrays count as tensors. What has no value to see (None, other objects) is left out.
+    """
+    if isinstance(value, Tensor | bool | int | float | str | bytes):
+        yield path, value
+        return
+    parts: Any = ()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        yield path, torch.from_numpy(np.ascontiguousarray(value))
+    elif isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = zip(value._fields, value, strict=True)
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = ((field.name, getattr(value, field.name)) for field in fields(value))
+    for key, part in parts:
+        yield from leaves(part, f"{path}.{key}" if path else str(key))
+
+
+def argument_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the positional arguments of the forward of the model inside all wrappers."""
+    while is_wrapper(model):
+        model = next(m for name, m in model._modules.items() if name in WRAPPERS and m is not None)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def _num_samples(tensors: list[Tensor], batch_dim: int) -> int | None:
+    """How many samples the batch has: as its first tensor of two dims or more says, else any."""
+    sized = [t for t in tensors if t.dim() > batch_dim]
+    best = next((t for t in sized if t.dim() > 1), sized[0] if sized else None)
+    return None if best is None else best.shape[batch_dim]

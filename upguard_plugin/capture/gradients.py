@@ -1,0 +1,154 @@
+"""Gradients: each time one is added to its parameter, and as the optimizer will use them.
+
+In:  leaf parameters, named; the moments at which `optimizers` and `clipping` call.
+Out: phase `accumulate`: the gradient before (where there is one) and after each accumulation, per
+     micro-batch. Phases `grad_sync` and `clip`: all gradients of a step, complete.
+
+A gradient that was accumulated in this step and is gone at the next accumulation is recorded as
+None before it: somebody cleared it in between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.snapshot import Snapshot, readable
+
+if TYPE_CHECKING:
+    from upguard_plugin.capture.guard import Guard
+
+NamedParameter = tuple[str, Tensor]
+
+
+class GradientProbe:
+    """Watches the gradients of parameters."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.recorder = guard.recorder
+        self._guard = guard
+        self._hooks: dict[int, tuple[weakref.ref[Tensor], list[RemovableHandle]]] = {}
+        self._step = -1
+        self._accumulated: set[str] = set()  # parameters, in this step
+        self._complete = False  # gradients were recorded since the last accumulation
+
+    def watch(self, parameters: Iterable[NamedParameter]) -> None:
+        """Attach to trainable parameters that are not watched yet; forget those that are gone."""
+        for key in [key for key, (ref, _) in self._hooks.items() if ref() is None]:
+            del self._hooks[key]
+        for name, parameter in parameters:
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._hooks:
+                self._watch_one(name, parameter)
+
+    def detach(self) -> None:
+        """Leave every parameter as it was."""
+        for _, handles in self._hooks.values():
+            for handle in handles:
+                handle.remove()
+        self._hooks.clear()
+
+    def record_start(self, now: Snapshot, parameters: Sequence[NamedParameter]) -> None:
+        """Record the gradients that are there before the step has made any."""
+        now.tensors("grad", "grad", _grads_of(parameters))
+        now.tensors("main_grad", "main_grad", _main_grads_of(parameters))
+
+    def record_complete(
+        self, parameters: Sequence[NamedParameter], *, role: str = "grad", call: int = 0,
+        operator: str | None = None,
+    ) -> None:  # fmt: skip
+        """Record gradients to which this step adds no more; a missing one is recorded as None.
+
+        The first time after the last accumulation of a distributed run they are those that the
+        ranks have agreed on (`grad_sync`); what changes them later is unscale and clip.
+        """
+        phase = "clip" if self._complete or not _is_distributed() else "grad_sync"
+        with Snapshot(self._guard, phase, call=call, operator=operator) as now:
+            now.tensors(role, role, _grads_of(parameters))
+            for name, parameter in parameters:
+                if parameter.grad is None and parameter.requires_grad:
+                    now.value(name, role, role, None)
+
+    def mark_complete(self) -> None:
+        """From now until the next accumulation, gradients are only unscaled and clipped."""
+        self._complete = True
+
+    @property
+    def complete(self) -> bool:
+        """Whether gradients were recorded since the last accumulation."""
+        return self._complete
+
+    def _watch_one(self, name: str, parameter: Tensor) -> None:
+        # The hooks hold no reference to the parameter: it must die when the model drops it.
+        ref = weakref.ref(parameter)
+        before = partial(self._before, name, ref)
+        before.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning on save
+        after = partial(self._after, name)
+        handles = [
+            parameter.register_hook(before),
+            parameter.register_post_accumulate_grad_hook(after),
+        ]
+        self._hooks[id(parameter)] = (ref, handles)
+
+    @shielded
+    def _before(self, name: str, ref: weakref.ref[Tensor], _grad: Tensor) -> None:
+        parameter = ref()
+        if parameter is None or not self.recorder.active:
+            return
+        position = self._guard.position
+        if self._step != position.step:
+            self._step = position.step
+            self._accumulated.clear()
+        call = position.calls[name, position.microbatch]
+        if parameter.grad is not None:
+            self._record(name, "grad", parameter.grad, "before", call)
+        elif name in self._accumulated and not hasattr(parameter, "main_grad"):
+            self.recorder.record_bytes(
+                name, b"", role="grad", slot="grad", dtype="none", phase="accumulate",
+                moment="before", call=call,
+            )  # fmt: skip
+
+    @shielded
+    def _after(self, name: str, parameter: Tensor) -> None:
+        if not self.recorder.active:
+            return
+        self._complete = False
+        self._accumulated.add(name)
+        call = self._guard.position.next_call(name)
+        main_grad = getattr(parameter, "main_grad", None)
+        # Where a kernel has added to `main_grad` itself, `.grad` is a dummy without a value.
+        fused = main_grad is not None and getattr(parameter, "grad_added_to_main_grad", False)
+        if parameter.grad is not None and not fused:
+            self._record(name, "grad", parameter.grad, None, call)
+        if isinstance(main_grad, Tensor):
+            # Read before the framework adds to it: afterwards its reduction may be under way.
+            moment = "after" if fused else "before"
+            self._record(name, "main_grad", main_grad, moment, call)
+
+    def _record(self, name: str, role: str, grad: Tensor, moment: str | None, call: int) -> None:
+        tensor = readable(grad)
+        if tensor is not None:
+            self.recorder.record(
+                name, tensor, role=role, slot=role, phase="accumulate", moment=moment, call=call,
+                placement=self._guard.placement(name, role, role, tensor),
+            )  # fmt: skip
+
+
+def _grads_of(parameters: Iterable[NamedParameter]) -> list[tuple[str, Tensor]]:
+    return [(name, p.grad) for name, p in parameters if p.grad is not None]
+
+
+def _main_grads_of(parameters: Iterable[NamedParameter]) -> list[tuple[str, Tensor]]:
+    grads = [(name, getattr(p, "main_grad", None)) for name, p in parameters]
+    return [(name, grad) for name, grad in grads if isinstance(grad, Tensor)]
+
+
+def _is_distributed() -> bool:
+    dist: Any = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

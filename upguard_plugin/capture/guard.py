@@ -1,0 +1,298 @@
+"""The one object a training loop holds.
+
+In:  the user's models and optimizers, a config, and what the loop says (`step`, `microbatch`, ...).
+Out: events to the recorder, from the probes that are attached here and from `observe`.
+
+    guard = upguard_plugin.enable(model, optimizer)     # before the loop
+    guard.step()                                        # once per optimizer step
+    guard.close()
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from upguard_plugin.capture.collectives import CollectiveProbe
+from upguard_plugin.capture.collectives.owners import ParameterOwner
+from upguard_plugin.capture.data import DataProbe
+from upguard_plugin.capture.modules import ModuleProbe
+from upguard_plugin.capture.names import Models, ParameterNames
+from upguard_plugin.capture.operators.probe import OperatorProbe
+from upguard_plugin.capture.placements import Placements, layout_of
+from upguard_plugin.capture.position import Position
+from upguard_plugin.capture.recorder import Recorder
+from upguard_plugin.capture.run import find_rank, open_run
+from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.state import StateProbe
+from upguard_plugin.config import UpGuardConfig, load_config
+from upguard_plugin.errors import ConfigError
+from upguard_plugin.fingerprint.queue import FingerprintQueue
+from upguard_plugin.records import PHASES, ROLES, Layout, Placement
+
+Many = Sequence[Any] | Any
+
+
+class Probe(Protocol):
+    """Something that is hooked into the training, and can be taken out without a trace."""
+
+    def attach(self) -> None: ...
+    def detach(self) -> None: ...
+
+
+def enable(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Many = None,
+    config: UpGuardConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
+    *,
+    layout: Layout | Mapping[str, Any] | None = None,
+    placements: Mapping[str, Any] | None = None,
+    tied: Sequence[Sequence[str]] | None = None,
+) -> Guard:
+    """Begin to record this process; call it when the models are on their devices and wrapped.
+
+    model, optimizer: one, or a list (pipeline chunks, several models). config: settings, or the
+    path of a file with them. layout: per axis a ProcessGroup or a size. placements: boundary name
+    or glob -> spec. tied: lists of names of one parameter.
+    Raises ConfigError for a wrong setting and RunDirectoryError for a directory that cannot be
+    used. Returns a guard that does nothing where recording is off for this rank.
+    """
+    settings = load_config(config)
+    rank, world_size = find_rank()
+    models = _named_models(model)
+    optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    optimizers = tuple(o for o in optimizers if o is not None)
+    place = layout_of(layout, rank, world_size)
+    rules = Placements(placements, place)
+    names = ParameterNames(models, tied)
+    if not settings.enabled or not settings.selected_rank(rank):
+        return IdleGuard(settings)
+    writer = open_run(settings, place, rank, world_size, models)
+    recorder = Recorder(writer, FingerprintQueue(), settings.roles)
+    guard = Guard(settings, recorder, models, optimizers, names, rules)
+    guard.rank, guard.world_size, guard.layout = rank, world_size, place
+    try:
+        guard.attach()
+    except BaseException:
+        guard.close()
+        raise
+    return guard
+
+
+class Guard:
+    """Records one rank of one run, from `enable` to `close`."""
+
+    rank: int = 0
+    world_size: int = 1
+    layout: Layout = Layout()
+
+    def __init__(
+        self,
+        config: UpGuardConfig,
+        recorder: Recorder,
+        models: Models,
+        optimizers: tuple[Any, ...],
+        names: ParameterNames,
+        placements: Placements,
+    ) -> None:
+        self.config = config
+        self.recorder = recorder
+        self.position = recorder.position
+        self.models = models
+        self.optimizers = optimizers
+        self.names = names
+        self.probes: list[Probe] = []
+        self._placements = placements
+        self._states = StateProbe(self)
+        self._batches = DataProbe(self)
+        self._begun = False  # whether the state at the start of this step has been recorded
+        self._closed = False
+        self._pid = os.getpid()
+        recorder.select(config.selected_step(0))
+
+    @property
+    def active(self) -> bool:
+        """Whether events are recorded now: the step is selected and nothing has failed."""
+        return self.recorder.active
+
+    def attach(self) -> None:
+        """Hook all probes of the config's level in."""
+        # In this order: a root module's batch is recorded before its own events.
+        self.probes = [self._states, self._batches, ModuleProbe(self)]
+        if torch.distributed.is_available() and not CollectiveProbe.in_use():
+            owners = [ParameterOwner(self.names.parameters)]
+            self.probes.append(CollectiveProbe(self.recorder, owners=owners))
+        if self.config.level == "op":
+            self.probes.append(OperatorProbe(self))
+        for probe in self.probes:
+            probe.attach()
+        atexit.register(self._close_at_exit)
+
+    def placement(
+        self, boundary: str, role: str, slot: str, tensor: torch.Tensor
+    ) -> Placement | None:
+        """Which part of a logical tensor this is, by the rules; None where nothing is known."""
+        return self._placements.of(boundary, role, slot, tensor.shape)
+
+    @shielded
+    def begin_step_if_needed(self) -> None:
+        """Record the state found at the start of a step, once, at its first data or forward."""
+        if self._begun or not self.recorder.active:
+            return
+        self._begun = True
+        with self.position.outside_microbatches("start"):
+            self._states.record_start()
+
+    @shielded
+    def step(self, *, iteration: int | None = None, mark: str | None = None) -> None:
+        """Say that an optimizer step is over; the next event belongs to the next step.
+
+        iteration: the framework's own number of the step that ends. mark: "skipped" or "rerun".
+        """
+        if iteration is not None:
+            self.position.iteration = iteration
+        if self._begun:
+            self._states.record_end()
+        self._begun = False
+        self.recorder.finish_step(mark=mark)
+        self.recorder.select(self.config.selected_step(self.position.step))
+
+    def microbatch(self, k: int) -> None:
+        """Say that micro-batch k of the step begins; k counts from 0."""
+        self.position.microbatch = k
+
+    @shielded
+    def data(self, name: str, tensor: Any, batch_dim: int = 0) -> None:
+        """Record a batch that the model does not receive itself, whole and per sample.
+
+        tensor: a tensor, or a nested structure of them; batch_dim: the dim that counts samples.
+        """
+        if self.recorder.active:
+            self.begin_step_if_needed()
+            self._batches.record(name, tensor, batch_dim)
+
+    @shielded
+    def scalar(self, name: str, value: float | torch.Tensor) -> None:
+        """Record a number or a tensor with one element: a loss, a gradient norm.
+
+        Never waits for a GPU: of a tensor there only the fingerprint is kept, not the value.
+        """
+        if not self.recorder.active:
+            return
+        self.begin_step_if_needed()
+        call = self.position.next_call(f"{name}:scalar")
+        if not isinstance(value, torch.Tensor):
+            self.recorder.record_number(name, value, call=call)
+            return
+        number = _number_in(value) if value.is_cpu and value.numel() == 1 else None
+        self.recorder.record(name, value, role="scalar", call=call, value=number)
+
+    @shielded
+    def observe(
+        self,
+        boundary: str,
+        tensor: torch.Tensor,
+        *,
+        role: str = "output",
+        slot: str = "0",
+        phase: str | None = None,
+        operator: str | None = None,
+        placement: str | Placement | None = None,
+    ) -> None:
+        """Record any tensor at a boundary of your own; the n-th time in a step is its call n.
+
+        placement: a spec in the placement grammar; without one the rules given to `enable` apply.
+        Raises ConfigError for an unknown role or phase, PlacementError for a misfit, at step 0.
+        """
+        if not self.recorder.active:
+            return
+        if role not in ROLES or (phase is not None and phase not in PHASES):
+            raise ConfigError(
+                f"cannot observe {boundary}: unknown role {role!r} or phase {phase!r}"
+            )
+        self.begin_step_if_needed()
+        if isinstance(placement, str):
+            placement = self._placements.resolve(placement, boundary, tensor.shape)
+        elif placement is None:
+            placement = self.placement(boundary, role, slot, tensor)
+        call = self.position.next_call(f"{boundary}:{role}:{slot}")
+        self.recorder.record(
+            boundary, tensor, role=role, slot=slot, phase=phase, operator=operator,
+            placement=placement, call=call,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Take every hook out and end the trace. An unfinished step is not part of it."""
+        if self._closed or os.getpid() != self._pid:  # a forked child has no part in the trace
+            return
+        self._closed = True
+        atexit.unregister(self._close_at_exit)
+        for probe in reversed(self.probes):
+            probe.detach()
+        self.recorder.close()
+
+    def _close_at_exit(self) -> None:
+        crash = getattr(sys, "last_value", None)
+        if crash is not None:
+            self.recorder.fail(f"the training ended with {type(crash).__name__}")
+        self.close()
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.recorder.fail(f"the training ended with {kind.__name__}")
+        self.close()
+
+
+class IdleGuard(Guard):
+    """What `enable` returns where nothing is recorded: no hook, no file, no cost."""
+
+    active = False
+
+    def __init__(self, config: UpGuardConfig) -> None:
+        self.config = config
+        self.position = Position()
+        self.models, self.optimizers, self.probes = (), (), []
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
+
+    attach = begin_step_if_needed = step = microbatch = data = scalar = observe = _nothing  # type: ignore[assignment]
+    placement = close = __exit__ = _nothing  # type: ignore[assignment]
+
+
+def _number_in(tensor: torch.Tensor) -> float | None:
+    with _disable_current_modes():  # no mode of the user's, nor of ours, sees this read
+        number = tensor.detach().item()
+    return None if isinstance(number, complex) else float(number)
+
+
+def _named_models(model: nn.Module | Sequence[nn.Module]) -> Models:
+    """(prefix, model) of each: no prefix for a single one, `model0.`, `model1.`, ... for several.
+
+    Raises ConfigError for anything but modules.
+    """
+    models = tuple(model) if isinstance(model, (list, tuple)) else (model,)
+    for given in models:
+        if not isinstance(given, nn.Module):
+            raise ConfigError(
+                f"cannot record a {type(given).__name__}: enable() takes an nn.Module or a list"
+            )
+    if len(models) == 1:
+        return (("", models[0]),)
+    return tuple((f"model{i}.", m) for i, m in enumerate(models))

@@ -1,0 +1,233 @@
+"""Hooks on modules: from a forward or backward call to rows of the trace.
+
+In:  modules that are already placed and wrapped, watched through forward (pre-)hooks.
+Out: events for inputs, weights in use, outputs, and for the gradients of inputs and outputs.
+
+Gradients come from hooks on the tensors themselves (`flow.py`). Backward hooks on modules
+would put identity functions into the graph and forbid in-place changes of outputs: the run would
+not be the same run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._C._functorch import peek_interpreter_stack
+
+from upguard_plugin.capture.boundaries import Boundary, find_boundaries
+from upguard_plugin.capture.flow import Flow
+from upguard_plugin.capture.recompute import RecomputeCalls, Region
+from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.tensors import Leaves, arguments_in, tensors_in
+
+if TYPE_CHECKING:
+    from upguard_plugin.capture.guard import Guard
+
+
+@dataclass(slots=True)
+class Call:
+    """A module call that has begun and not ended."""
+
+    boundary: Boundary
+    phase: str
+    microbatch: int
+    number: int
+    grad: bool  # whether gradients are on
+    region: Region | None  # of activation checkpointing
+    handling: bool  # whether the caller was handling an exception when it made the call
+
+
+class ModuleProbe:
+    """Watches the modules of all models."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.recorder = guard.recorder
+        self._guard = guard
+        self._position = guard.position
+        self._flow = Flow(guard)  # gradients, and who made which tensor
+        self._recompute = RecomputeCalls()
+        self._stack: list[Call] = []
+        self._step = -1
+        self._in_use: set[tuple[str, str]] = set()  # (boundary, parameter) recorded in this step
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self) -> None:
+        """Hook into the models as they are now."""
+        boundaries, notes = find_boundaries(self._guard.names, self._guard.config)
+        for sentence in notes:
+            self.recorder.note(sentence)
+        for module, boundary in boundaries:
+            self._hook(module, boundary)
+
+    def detach(self) -> None:
+        """Leave modules and tensors as they were."""
+        while self._undo:
+            self._undo.pop()()
+        self._flow.detach()
+        self._stack.clear()
+
+    def _hook(self, module: nn.Module, boundary: Boundary) -> None:
+        before, after = partial(self._before, boundary), partial(self._after, boundary)
+        compiled = module._compiled_call_impl
+        if compiled is not None:
+            # Compiled in place: hooks of its own would be compiled with it, so we stand outside.
+            module._compiled_call_impl = _between(module, before, compiled, after)
+            self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
+            return
+        handles = (
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        )
+        self._undo.extend(handle.remove for handle in handles)
+
+    @shielded
+    def _before(self, boundary: Boundary, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        # No return value: anything but None would replace the arguments.
+        if not self.recorder.active or self._out_of_sight():
+            return
+        call = self._begin(boundary, module)
+        self._stack.append(call)
+        self._position.module = boundary.name
+        if not boundary.recorded:
+            return
+        opaque: set[str] = set()
+        self._record(call, "input", arguments_in(args, kwargs, opaque))
+        for name in opaque:
+            self.recorder.note(f"arguments of class {name} were not recorded")
+        if boundary.parameters and self._guard.config.weights_in_use != "off":
+            self._record_weights(call, module)
+
+    @shielded
+    def _after(
+        self, boundary: Boundary, module: nn.Module, args: tuple, kwargs: dict, output: Any
+    ) -> None:
+        # No return value: anything but None would replace the output.
+        call = self._end(boundary)
+        if call is None:
+            return
+        failed = output is None and not call.handling and sys.exc_info()[1] is not None
+        if call.boundary.recorded and self.recorder.active and not failed:
+            if isinstance(output, torch.Tensor):
+                self._record(call, "output", [("0", output)])
+            else:
+                self._record(call, "output", tensors_in(output, "out"))
+        if not self._stack:
+            self._leave(call)
+
+    def _out_of_sight(self) -> bool:
+        """Whether this call runs where tensors are not what they seem."""
+        if torch.compiler.is_compiling():
+            return True
+        if peek_interpreter_stack() is not None:
+            self.recorder.note("module calls inside vmap, grad or jvp were not recorded")
+            return True
+        if torch._C._get_tracing_state() is not None:
+            self.recorder.note("module calls inside torch.jit.trace were not recorded")
+            return True
+        return False
+
+    def _begin(self, boundary: Boundary, module: nn.Module) -> Call:
+        grad = torch.is_grad_enabled()
+        handling = sys.exc_info()[1] is not None
+        outer = self._stack[-1] if self._stack else None
+        phase = outer.phase if outer else self._enter(boundary, module, grad)
+        microbatch = outer.microbatch if outer else self._position.microbatch
+        if phase == "recompute":
+            microbatch = outer.microbatch if outer else self._flow.backward_microbatch
+            number = self._recompute.match(boundary.name, microbatch)
+            if number is None:
+                number = max(self._position.calls[boundary.name, microbatch] - 1, 0)
+            return Call(boundary, phase, microbatch, number, grad, None, handling)
+        number = self._position.next_call(boundary.name)
+        region = self._recompute.region_of((outer.grad, outer.region) if outer else (False, None))
+        if region is not None:
+            self._recompute.add(boundary.name, microbatch, number, region)
+        return Call(boundary, phase, microbatch, number, grad, region, handling)
+
+    def _enter(self, boundary: Boundary, module: nn.Module, grad: bool) -> str:
+        """The phase of an outermost call; moves the position there."""
+        if torch._C._current_graph_task_id() != -1:
+            self._position.phase = "recompute"
+            return "recompute"
+        self._guard.begin_step_if_needed()
+        if self._step != self._position.step:
+            self._begin_step()
+        if not module.training or not grad:
+            phase = "eval"
+        elif boundary.is_loss and self._position.phase == "loss":
+            phase = "loss"
+        else:
+            phase = "forward"
+        self._position.phase = phase
+        return phase
+
+    def _leave(self, call: Call) -> None:
+        """The outermost call has ended: what comes now, until backward begins, is the loss."""
+        if call.phase != "eval":
+            self._position.phase = "backward" if call.phase == "recompute" else "loss"
+
+    def _begin_step(self) -> None:
+        self._step = self._position.step
+        self._in_use.clear()
+        self._recompute.clear()
+        self._flow.begin_step()
+
+    def _end(self, boundary: Boundary) -> Call | None:
+        """Take the call off the stack, and all that an exception left above it."""
+        if self._stack and self._stack[-1].boundary is boundary:
+            return self._stack.pop()
+        for place in range(len(self._stack) - 1, -1, -1):
+            if self._stack[place].boundary is boundary:
+                call = self._stack[place]
+                del self._stack[place:]
+                self._position.module = self._stack[-1].boundary.name if self._stack else ""
+                return call
+        return None
+
+    def _record(self, call: Call, role: str, leaves: Leaves) -> None:
+        boundary, flow = call.boundary, self._flow
+        for slot, leaf in leaves:
+            if type(leaf) is torch.Tensor or isinstance(leaf, torch.Tensor):
+                flow.record(call, role, slot, leaf)
+            else:
+                self.recorder.record_value(
+                    boundary.name, leaf, role=role, slot=slot, phase=call.phase,
+                    operator=boundary.operator, call=call.number, microbatch=call.microbatch,
+                )  # fmt: skip
+
+    def _record_weights(self, call: Call, module: nn.Module) -> None:
+        """The parameters that the module owns, as its forward is about to use them."""
+        boundary = call.boundary
+        every = self._guard.config.weights_in_use == "all"
+        for name, attribute in boundary.parameters:
+            parameter = module._parameters.get(attribute)
+            use = (boundary.name, name)
+            if parameter is None or (use in self._in_use and not every):
+                continue
+            self._in_use.add(use)
+            self.recorder.record(
+                name, parameter, role="param", slot="value", phase=call.phase,
+                placement=self._guard.placement(name, "param", "value", parameter),
+                call=call.number, microbatch=call.microbatch,
+            )  # fmt: skip
+
+
+def _between(
+    module: nn.Module, before: Callable, compiled: Callable, after: Callable
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        before(module, args, kwargs)
+        try:
+            output = compiled(*args, **kwargs)
+            return output
+        finally:
+            after(module, args, kwargs, output)
+
+    return call

@@ -1,0 +1,122 @@
+"""What the user, or an adapter, says of layouts and placements, looked up for every boundary.
+
+In:  `layout={"tp": group, "dp": 4}` and `placements={"blocks.*.fc1.weight": "o[tp] i", ...}`.
+Out: a `Layout`, and for a boundary's tensor its `Placement` or None (not known, never "replica").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from upguard_plugin.errors import ConfigError, PlacementError
+from upguard_plugin.placement import parse_placement, replicated, resolve_placement
+from upguard_plugin.records import ROLES, Axis, Layout, Placement
+
+# Full replicas over an axis called `dp` where nothing else is said. Activations are not: each rank
+# has its own samples.
+STATE_ROLES = frozenset({"param", "grad", "main_grad", "master", "optimizer_state", "buffer"})
+_GRADIENTS = frozenset({"grad_input", "grad_output"})
+
+
+def layout_of(layout: Layout | Mapping[str, Any] | None, rank: int, world_size: int) -> Layout:
+    """The layout a user means: per axis a torch ProcessGroup, or a size that spans the world.
+
+    Raises ConfigError for a size that is not the world's, and a group without this rank.
+    """
+    if isinstance(layout, Layout):
+        return layout
+    axes = []
+    for name, given in (layout or {}).items():
+        if isinstance(given, int):
+            if given not in (1, world_size):
+                raise ConfigError(
+                    f"cannot tell which ranks form axis {name!r}: its size is {given}, the world's "
+                    f"is {world_size}",
+                    remedy="give the torch ProcessGroup of this rank instead of a size",
+                )
+            ranks = tuple(range(world_size)) if given == world_size else (rank,)
+        else:
+            ranks = tuple(torch.distributed.get_process_group_ranks(given))
+        if rank not in ranks:
+            raise ConfigError(
+                f"the group of axis {name!r} does not hold this rank",
+                evidence={"rank": rank, "group": list(ranks)},
+            )
+        axes.append(Axis(name, len(ranks), ranks.index(rank), ranks))
+    return Layout(tuple(axes))
+
+
+class Placements:
+    """The rules in force: the first whose name or glob matches a boundary decides."""
+
+    def __init__(self, rules: Mapping[str, Any] | None, layout: Layout) -> None:
+        """rules: boundary name or glob -> spec, or {role: spec}, or {role: {slot: spec}}.
+
+        A plain spec holds for every role except gradients of inputs and outputs, whose placement
+        is often another (a replica's gradient may be a partial sum). Raises PlacementError or
+        ConfigError for a rule that cannot be read.
+        """
+        self._rules = dict(rules or {})
+        self._layout = layout
+        self._replicas = any(axis.name == "dp" for axis in layout.axes)
+        self._found: dict[tuple[str, str, str, torch.Size], Placement | None] = {}
+        for name, rule in self._rules.items():
+            _check(name, rule)
+
+    def of(self, boundary: str, role: str, slot: str, shape: torch.Size) -> Placement | None:
+        """The placement of a tensor of that local shape; None where nothing is known.
+
+        Raises PlacementError, with spec and shape, if the rule does not fit.
+        """
+        if not self._rules and not self._replicas:
+            return None
+        place = (boundary, role, slot, shape)
+        if place not in self._found:
+            self._found[place] = self._find(boundary, role, slot, shape)
+        return self._found[place]
+
+    def resolve(self, spec: str, boundary: str, shape: torch.Size) -> Placement:
+        """A spec that was given with the tensor. Raises PlacementError if it does not fit."""
+        try:
+            return resolve_placement(spec, tuple(shape), self._layout)
+        except PlacementError as error:
+            raise PlacementError(
+                f"the placement of {boundary} does not fit: {error.sentence}",
+                evidence={"placement": spec, "shape": list(shape), **error.evidence},
+                remedy=error.remedy,
+            ) from None
+
+    def _find(self, boundary: str, role: str, slot: str, shape: torch.Size) -> Placement | None:
+        spec = self._spec(boundary, role, slot)
+        if spec is not None and (shape or role not in STATE_ROLES):
+            return self.resolve(spec, boundary, shape)
+        if self._replicas and role in STATE_ROLES:
+            return replicated(shape)
+        return None
+
+    def _spec(self, boundary: str, role: str, slot: str) -> str | None:
+        rule = self._rules.get(boundary)
+        if rule is None:
+            matches = (r for name, r in self._rules.items() if fnmatchcase(boundary, name))
+            rule = next(matches, None)
+        if isinstance(rule, str):
+            return None if role in _GRADIENTS else rule
+        rule = rule.get(role) if rule is not None else None
+        return rule.get(slot) if isinstance(rule, Mapping) else rule
+
+
+def _check(name: str, rule: object) -> None:
+    if isinstance(rule, str):
+        parse_placement(rule)
+    elif isinstance(rule, Mapping):
+        for role, specs in rule.items():
+            if role not in ROLES:
+                raise ConfigError(f"unknown role {role!r} in the placements of {name!r}")
+            for spec in specs.values() if isinstance(specs, Mapping) else [specs]:
+                _check(name, str(spec))
+    else:
+        raise ConfigError(f"cannot read the placement of {name!r}: {rule!r} is no text")

@@ -1,0 +1,444 @@
+"""The recorder: from one observed tensor to one row of the trace.
+
+In:  `record` calls from probes and adapters, in program order, from any thread.
+Out: one `EventBatch` per step, handed to the rank's writer on a background thread.
+
+A row holds numbers only: what an event *is* (its `EventKey`) is interned. The fingerprint is taken
+by the queue, on the tensor's own device and stream; a row names its slot of the queue, so nothing
+waits for a device before the step ends.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from upguard_plugin.capture.deferred import DeferredRows, Ticket
+from upguard_plugin.capture.position import Position
+from upguard_plugin.capture.storages import Storages, is_tracked, look
+from upguard_plugin.capture.tensors import as_bytes
+from upguard_plugin.errors import UnsupportedTensorError
+from upguard_plugin.fingerprint.queue import FingerprintQueue, Hashes
+from upguard_plugin.records import ROLES, EventKey, Group, Placement, Source
+from upguard_plugin.trace.batch import NONE, EventBatch
+
+_FIELDS = ("key", "microbatch", "call", "producer", "slot")
+_NUMBER_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+Entry = tuple[str, torch.Tensor, Placement | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Where an event stands in the order between ranks (collectives and send/recv)."""
+
+    group_seq: int = NONE
+    peer: int = NONE
+    tag: int = NONE
+    pair_seq: int = NONE
+
+
+class Writer(Protocol):
+    """What the recorder needs of `trace.writer.RankWriter`."""
+
+    @property
+    def stopped(self) -> str | None: ...
+    def write(self, batch: EventBatch) -> None: ...
+    def note(self, sentence: str) -> None: ...
+    def close(self, reason: str = "") -> None: ...
+
+
+class Recorder:
+    """Collects the events of one rank. The only one who makes rows."""
+
+    def __init__(self, writer: Writer, queue_: FingerprintQueue, roles: Iterable[str] = ()) -> None:
+        """roles: those to record; none: all."""
+        self.position = Position()
+        self.active = True  # False outside the selected steps: probes return at once
+        self.failure = ""  # why recording ended early
+        self.at_work = False  # operators that run now are ours, not the training's
+        self.storages: Storages | None = None  # set where writes are tracked (level op)
+        self._writer = writer
+        self._queue = queue_
+        self._deferred = DeferredRows(FingerprintQueue(), writer.note)
+        self._lock = threading.RLock()
+        self._ids: dict[tuple[Any, ...], int] = {}
+        self._keys: list[EventKey] = []
+        self._rows = array("q")
+        self._wires: list[tuple[int, Wire]] = []
+        self._values: list[tuple[int, float]] = []
+        self._first_seq = 0
+        self._noted: set[str] = set()
+        self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
+        self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
+        self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
+        self._thread = threading.Thread(target=self._drain, name="upguard-writer", daemon=True)
+        self._thread.start()
+
+    def record(
+        self,
+        boundary: str,
+        tensor: torch.Tensor,
+        *,
+        role: str,
+        slot: str = "0",
+        phase: str | None = None,
+        operator: str | None = None,
+        moment: str | None = None,
+        placement: Placement | None = None,
+        microbatch: int | None = None,
+        call: int = 0,
+        group: Group | None = None,
+        op: str | None = None,
+        wire: Wire | None = None,
+        source: Source | None = None,
+        producer: int = NONE,
+        value: float | None = None,
+        same_as: int = NONE,
+    ) -> int:
+        """Take the fingerprint of `tensor` now and add its event; returns the event's seq.
+
+        phase and microbatch default to the current position. CPU tensors are hashed before this
+        returns, device tensors on their current stream, without waiting. same_as: an event of this
+        step that has the fingerprint of this very tensor already. Returns NONE where nothing was
+        recorded: the role is not selected, or the tensor has no plain bytes (that is noted).
+        """
+        if role in self._left_out:
+            return NONE
+        parts = (
+            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            operator, moment, placement, group, op, source,
+        )  # fmt: skip
+        with self._lock:
+            seq = self.record_as(
+                self._key_of(parts), tensor, placement, microbatch, call, producer, same_as
+            )
+            if seq != NONE and wire is not None:
+                self._wires.append((seq - self._first_seq, wire))
+            if seq != NONE and value is not None:
+                self._values.append((seq - self._first_seq, value))
+            return seq
+
+    def key_of(
+        self, boundary: str, tensor: torch.Tensor, *, role: str, slot: str, phase: str,
+        operator: str | None, placement: Placement | None, source: Source | None = None,
+    ) -> int:  # fmt: skip
+        """The number under which events of this kind are recorded; NONE for a role left out.
+
+        For call sites that see the same kind of event many times: `record_as` is half of `record`.
+        """
+        if role in self._left_out:
+            return NONE
+        parts = (
+            boundary, phase, role, slot, tensor.dtype, tensor.shape,
+            operator, None, placement, None, None, source,
+        )  # fmt: skip
+        with self._lock:
+            return self._key_of(parts)
+
+    def record_as(
+        self, key: int, tensor: torch.Tensor, placement: Placement | None = None,
+        microbatch: int | None = None, call: int = 0, producer: int = NONE, same_as: int = NONE,
+    ) -> int:  # fmt: skip
+        """As `record`, with all that does not change given as a `key_of` this kind of tensor."""
+        if key == NONE:
+            return NONE
+        with self._lock:
+            if same_as >= self._first_seq:
+                taken, writer = self._rows[(same_as - self._first_seq + 1) * len(_FIELDS) - 1], NONE
+            else:
+                taken, writer = self._fingerprint(self._keys[key].boundary, tensor, placement)
+            if taken == NONE:
+                return NONE
+            producer = writer if producer == NONE else producer
+            return self._first_seq + self._add_row(key, microbatch, call, producer, taken)
+
+    def reserve(
+        self,
+        boundary: str,
+        tensor: torch.Tensor,
+        *,
+        role: str,
+        slot: str = "0",
+        phase: str | None = None,
+        operator: str | None = None,
+        moment: str | None = None,
+        placement: Placement | None = None,
+        call: int = 0,
+        group: Group | None = None,
+        op: str | None = None,
+        wire: Wire | None = None,
+        source: Source | None = None,
+    ) -> Ticket:
+        """Add the event of a tensor whose contents are not valid yet; they are not read.
+
+        The event stands here in program order; `fill` or `cancel` must follow, from any thread.
+        """
+        parts = (
+            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            operator, moment, placement, group, op, source,
+        )  # fmt: skip
+        with self._lock:
+            taken = self._queue.put_words(0)
+            row = self._add_row(self._key_of(parts), None, call, NONE, taken)
+            if wire is not None:
+                self._wires.append((row, wire))
+            return self._deferred.reserve(row, boundary, placement)
+
+    def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
+        """Take the fingerprint of `tensor` now for a reserved event, as `record` does."""
+        self._deferred.fill(ticket, tensor)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Say that a reserved event will never have its tensor; a note in the trace names it."""
+        self._deferred.cancel(ticket)
+
+    def record_many(
+        self,
+        entries: Sequence[Entry],
+        *,
+        role: str,
+        slot: str,
+        phase: str | None = None,
+        operator: str | None = None,
+    ) -> None:
+        """Record (boundary, tensor, placement) entries that share the rest, hashed in one batch.
+
+        For tensors that nobody overwrites meanwhile: parameters, gradients, optimizer state.
+        """
+        if role in self._left_out:
+            return
+        phase = phase or self.position.phase
+        with self._lock:
+            slots = self._put_many(entries)
+            for (boundary, tensor, placement), taken in zip(entries, slots, strict=True):
+                if taken == NONE:
+                    continue
+                parts = (
+                    boundary, phase, role, slot, tensor.dtype, tensor.shape,
+                    operator, None, placement, None, None, None,
+                )  # fmt: skip
+                self._add_row(self._key_of(parts), None, 0, NONE, taken)
+
+    def record_bytes(
+        self, boundary: str, data: bytes, *, role: str, slot: str = "0", dtype: str = "uint8",
+        phase: str | None = None, call: int = 0, operator: str | None = None,
+        moment: str | None = None, microbatch: int | None = None,
+    ) -> int:  # fmt: skip
+        """Record raw bytes: RNG states, strings, None (no bytes, dtype "none")."""
+        if role in self._left_out:
+            return NONE
+        parts = (
+            boundary, phase or self.position.phase, role, slot, dtype, (len(data),),
+            operator, moment, None, None, None, None,
+        )  # fmt: skip
+        with self._lock:
+            taken = self._queue.put_bytes(data)
+            return self._first_seq + self._add_row(
+                self._key_of(parts), microbatch, call, NONE, taken
+            )
+
+    def record_number(
+        self, boundary: str, value: float, *, role: str = "scalar", slot: str = "0",
+        phase: str | None = None, call: int = 0, operator: str | None = None,
+        microbatch: int | None = None,
+    ) -> int:  # fmt: skip
+        """Record a Python number as the 0-dim tensor that holds it exactly."""
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            return self.record_bytes(
+                boundary, str(value).encode(), role=role, slot=slot, dtype="int", phase=phase,
+                call=call, operator=operator, microbatch=microbatch,
+            )  # fmt: skip
+        kind = next((k for k in _NUMBER_TYPES if isinstance(value, k)), float)
+        tensor, view = self._numbers[kind]
+        with self._lock:
+            # Written through numpy: an operator of torch here would be seen by dispatch modes.
+            view[()] = value
+            return self.record(
+                boundary, tensor, role=role, slot=slot, phase=phase, call=call,
+                operator=operator, value=float(value), microbatch=microbatch,
+            )  # fmt: skip
+
+    def record_value(
+        self, boundary: str, value: object, *, role: str, slot: str = "0",
+        phase: str | None = None, call: int = 0, operator: str | None = None,
+        microbatch: int | None = None,
+    ) -> int:  # fmt: skip
+        """Record a leaf of `tensors_in` that is no tensor: a number, text, bytes, None."""
+        if isinstance(value, bool | int | float) and not isinstance(value, Enum):
+            return self.record_number(
+                boundary, value, role=role, slot=slot, phase=phase, call=call, operator=operator,
+                microbatch=microbatch,
+            )  # fmt: skip
+        data, dtype = as_bytes(value)
+        return self.record_bytes(
+            boundary, data, role=role, slot=slot, dtype=dtype, phase=phase, call=call,
+            operator=operator, microbatch=microbatch,
+        )  # fmt: skip
+
+    def finish_step(self, *, mark: str | None = None) -> None:
+        """Close the step: one device-to-host copy, one batch to the writer, on to the next step."""
+        with self._lock:
+            batches = self._deferred.close_step(self._take_batch(mark))
+            self.position.next_step()
+        self._send(batches)
+
+    def select(self, recorded: bool) -> None:
+        """Say whether the step that begins is to be recorded."""
+        self.active = recorded and not self.failure
+
+    def fail(self, reason: str) -> None:
+        """Stop recording for good; training goes on and the trace says why it is incomplete."""
+        self.failure = self.failure or reason
+        self.active = False
+
+    def note(self, sentence: str) -> None:
+        """Say in the trace, once, what capture could not see."""
+        if sentence not in self._noted:
+            self._noted.add(sentence)
+            self._writer.note(sentence)
+
+    def close(self) -> None:
+        """Write what is finished, then end the trace. An unfinished step is not written."""
+        self._send(self._deferred.close())
+        self._batches.put(None)
+        self._thread.join()
+        self._writer.close(self.failure)
+
+    def _send(self, batches: Iterable[EventBatch]) -> None:
+        for batch in batches:
+            if not self.failure:
+                self._batches.put(batch)
+
+    def _fingerprint(
+        self, boundary: str, tensor: torch.Tensor, placement: Placement | None
+    ) -> tuple[int, int]:
+        """The slot of the tensor's fingerprint, and the seq of the event that wrote it last."""
+        if self.storages is None or not is_tracked(tensor):
+            return self._put(boundary, tensor, placement), NONE
+        storage = self.storages.of(tensor)
+        view = (look(tensor), id(placement))
+        slot = storage.known.get(view)
+        if slot is None or self.storages.is_due():
+            slot = self._put(boundary, tensor, placement)
+            if storage.in_sight and slot != NONE:
+                storage.known[view] = slot
+        return slot, storage.writer
+
+    def _put(self, boundary: str, tensor: torch.Tensor, placement: Placement | None) -> int:
+        """The slot of the tensor's fingerprint, or NONE, noted, if it can have none."""
+        self.at_work = True
+        try:
+            return self._queue.put(tensor, placement)
+        except UnsupportedTensorError as error:
+            self.note(f"a tensor of {boundary} was not recorded: {error.sentence}")
+            return NONE
+        finally:
+            self.at_work = False
+
+    def _put_many(self, entries: Sequence[Entry]) -> Sequence[int]:
+        try:
+            return self._queue.put_many([e[1] for e in entries], [e[2] for e in entries])
+        except UnsupportedTensorError:  # nothing was taken; find out which it was
+            return [self._put(*entry) for entry in entries]
+
+    def _key_of(self, parts: tuple[Any, ...]) -> int:
+        # Placements, groups and sources are slow to hash for every event; the key table keeps each
+        # of them alive, so its id stays its own.
+        identity = (*parts[:8], id(parts[8]), id(parts[9]), parts[10], id(parts[11]))
+        key = self._ids.get(identity)
+        if key is None:
+            dtype, shape = str(parts[4]).removeprefix("torch."), tuple(parts[5])
+            key = self._ids[identity] = len(self._keys)
+            self._keys.append(EventKey(*parts[:4], dtype, shape, *parts[6:]))
+        return key
+
+    def _add_row(
+        self, key: int, microbatch: int | None, call: int, producer: int, taken: int
+    ) -> int:
+        if microbatch is None:
+            microbatch = self.position.microbatch
+        rows = self._rows
+        rows.extend((key, microbatch, call, producer, taken))
+        return len(rows) // len(_FIELDS) - 1
+
+    def _take_batch(self, mark: str | None) -> EventBatch | None:
+        hashes = self._queue.take()
+        if self.storages is not None:
+            self.storages.forget_hashes()  # slots are numbered anew in each step
+        rows = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, len(_FIELDS))
+        columns = {name: rows[:, i] for i, name in enumerate(_FIELDS)}
+        hashes = _rows_of(hashes, columns["slot"])
+        num = len(rows)
+        self._rows = array("q")
+        wires, self._wires = self._wires, []
+        values, self._values = self._values, []
+        first_seq, self._first_seq = self._first_seq, self._first_seq + num
+        if not num or not self.active:
+            return None
+        has_producer = bool((columns["producer"] != NONE).any())
+        return EventBatch(
+            step=self.position.step,
+            iteration=self.position.iteration,
+            mark=mark,
+            keys=self._keys,
+            key=columns["key"].astype(np.int32),
+            seq=np.arange(first_seq, first_seq + num, dtype=np.int64),
+            microbatch=columns["microbatch"].astype(np.int32),
+            call=columns["call"].astype(np.int32),
+            h=hashes.h,
+            s=hashes.s,
+            producer=columns["producer"].copy() if has_producer else None,
+            value=_sparse(num, np.nan, np.float64, values),
+            nonfinite=hashes.nonfinite,
+            max_abs=hashes.max_abs,
+            sketch=hashes.sketch,
+            group_seq=_sparse(num, NONE, np.int64, ((r, w.group_seq) for r, w in wires)),
+            peer=_sparse(num, NONE, np.int32, ((r, w.peer) for r, w in wires)),
+            tag=_sparse(num, NONE, np.int32, ((r, w.tag) for r, w in wires)),
+            pair_seq=_sparse(num, NONE, np.int64, ((r, w.pair_seq) for r, w in wires)),
+        )
+
+    def _drain(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            try:
+                self._writer.write(batch)
+            except Exception as error:  # between us and the training job: it must go on
+                self.fail(f"the trace could not be written: {error}")
+            if self._writer.stopped:
+                self.fail(self._writer.stopped)
+
+
+def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
+    """A 0-dim CPU tensor to put numbers in, and numpy's view of it."""
+    tensor = torch.zeros((), dtype=dtype, device="cpu")
+    return tensor, tensor.numpy()
+
+
+def _rows_of(hashes: Hashes, slots: np.ndarray) -> Hashes:
+    """One row per event: events may share a slot."""
+    if np.array_equal(slots, np.arange(len(hashes))):
+        return hashes  # every event has its own slot, in order
+    columns = (hashes.h, hashes.s, hashes.nonfinite, hashes.max_abs, hashes.sketch)
+    return Hashes(*(None if column is None else column[slots] for column in columns))
+
+
+def _sparse(
+    num: int, default: float, dtype: type, entries: Iterable[tuple[int, float]]
+) -> np.ndarray | None:
+    """A column with a value in the given rows only; None if no row has one."""
+    rows = [(row, value) for row, value in entries if value != default or value != value]
+    if not rows:
+        return None
+    column = np.full(num, default, dtype)
+    for row, value in rows:
+        column[row] = value
+    return column

@@ -1,0 +1,109 @@
+"""Everything a step finds before it begins, and what it leaves behind.
+
+In:  the guard's models and optimizers; `record_start` at the first data or forward of a step,
+     `record_end` when it is over.
+Out: phase `start`: parameters, buffers, masters, optimizer state, hyper-parameters, loss scale,
+     gradients left over, random generators. At the end: the weights that no watched optimizer
+     wrote, and the buffers that were written.
+
+What an optimizer step, a clip or an accumulation does in between is recorded by `optimizers`,
+`clipping` and `gradients`; this is where they are put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from upguard_plugin.capture.clipping import ClippingProbe
+from upguard_plugin.capture.gradients import GradientProbe
+from upguard_plugin.capture.optimizers import OptimizerProbe
+from upguard_plugin.capture.rng import Source, read_generators
+from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from upguard_plugin.capture.guard import Guard
+
+
+class StateProbe:
+    """Watches all state of a run. Adapters add what they know to `generators` and `sources`."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.recorder = guard.recorder
+        self.generators: dict[str, Source] = {}  # further generators, recorded as "rng.<name>"
+        # Further state: called at `start` and, with phase `optimizer`, at the end of the step.
+        self.sources: list[Callable[[Snapshot], None]] = []
+        self._guard = guard
+        self.gradients = GradientProbe(guard)
+        self.optimizers = OptimizerProbe(guard, self.gradients, self._on_update)
+        self.clipping = ClippingProbe(guard, self.gradients, self.optimizers.name_of)
+        self._started = -1  # the step whose start is recorded
+        self._updated: set[str] = set()  # parameters recorded after an optimizer's step
+        self._buffers: dict[str, tuple[int, int]] = {}  # (id, version) at start
+
+    def attach(self) -> None:
+        """Hook into parameters, optimizers and torch's clipping. `detach` undoes all of it."""
+        self.gradients.watch(self._guard.names.parameters.items())
+        self.optimizers.attach()
+        self.clipping.attach()
+
+    def detach(self) -> None:
+        """Leave models, optimizers and torch as they were."""
+        self.clipping.detach()
+        self.optimizers.detach()
+        self.gradients.detach()
+
+    @shielded
+    def record_start(self) -> None:
+        """Record the state the current step finds; the first call in a step counts."""
+        step = self._guard.position.step
+        if self._started == step or not self.recorder.active:
+            return
+        self._started = step
+        self._updated.clear()
+        names = self._guard.names
+        names.refresh()
+        parameters = list(names.parameters.items())
+        self.gradients.watch(parameters)
+        with Snapshot(self._guard, "start") as now:
+            now.tensors("param", "value", parameters)
+            now.tensors("buffer", "value", names.buffers.items())
+            self.optimizers.record_start(now)
+            self.clipping.record_start(now)
+            for source in self.sources:
+                source(now)
+            for boundary, state in read_generators(names.modules, self.generators):
+                now.value(boundary, "rng", "state", state)
+            self.gradients.record_start(now, parameters)
+        self._buffers = {name: (id(b), b._version) for name, b in names.buffers.items()}
+
+    @shielded
+    def record_end(self) -> None:
+        """Record what the step leaves and nothing has recorded yet; call it at the end of the step."""
+        if self._started != self._guard.position.step or not self.recorder.active:
+            return
+        names = self._guard.names
+        written = [
+            (name, buffer)
+            for name, buffer in names.buffers.items()
+            if self._buffers.get(name) != (id(buffer), buffer._version)
+        ]
+        with Snapshot(self._guard, "forward") as now:
+            now.tensors("buffer", "value", written)
+        left = [
+            (name, parameter)
+            for name, parameter in names.parameters.items()
+            if parameter.requires_grad and name not in self._updated
+        ]
+        with Snapshot(self._guard, "optimizer") as now:
+            now.tensors("param", "value", left)
+            for source in self.sources:
+                source(now)
+            # A generator that nobody draws from ends every step as it began it: whatever its state
+            # is, it moves nothing, and a comparison can tell.
+            for boundary, state in read_generators(names.modules, self.generators):
+                now.value(boundary, "rng", "state", state)
+
+    def _on_update(self, names: Sequence[str]) -> None:
+        self._updated.update(names)

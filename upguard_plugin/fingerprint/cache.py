@@ -1,0 +1,34 @@
+"""Where compiled CPU kernels are kept between processes.
+
+numba writes them beside the module, or in the user's cache directory, whichever is writable; both
+are found by numba itself. Where neither is, the kernels are compiled in memory, in each process
+(seconds), and `note` says so for the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numba
+
+_notes: list[str] = []
+
+
+def compile_kernel(function: Callable[..., object]) -> Callable[..., object]:
+    """Decorate an entry point: compiled at its first call, without the GIL, cached on disk.
+
+    Give each entry point one signature only: numba's cache names files by a counter, and processes
+    that start together may overwrite each other's file; with one signature both hold the same code.
+    """
+    try:
+        return numba.njit(function, nogil=True, cache=True)
+    except RuntimeError:  # numba: "no locator available", no writable place
+        text = "CPU fingerprint kernels were compiled in memory: no writable cache directory"
+        if text not in _notes:
+            _notes.append(text)
+        return numba.njit(function, nogil=True)
+
+
+def cache_note() -> str | None:
+    """A sentence for the manifest where kernels are not cached on disk, else None."""
+    return _notes[0] if _notes else None
