@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memory_run import first_difference, recording
+from state_run import first_difference, recording
 from torch import nn
 
 from upguard_plugin.capture.optimizers import match_masters
@@ -37,7 +37,7 @@ def test_a_step_is_recorded_as_gradients_settings_states_and_weights():
 
     after = [e for e in run.where(step=0) if e.phase in ("clip", "optimizer")]
     roles = list(dict.fromkeys(e.role for e in after))
-    assert roles == ["grad", "scalar", "optimizer_state", "param"]
+    assert roles == ["grad", "scalar", "optimizer_state", "param", "rng"]
     names = ["0.weight", "0.bias", "2.weight", "2.bias"]
     for wanted in ({"role": "param"}, {"slot": "exp_avg"}, {"slot": "step"}):
         assert [e.boundary for e in run.where(step=0, phase="optimizer", **wanted)] == names

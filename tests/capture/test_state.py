@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
 import torch
-from memory_run import first_difference, recording
+from state_run import first_difference, recording
 from torch import nn
 
 
@@ -243,18 +244,21 @@ def test_detach_leaves_no_hook_and_no_replaced_function():
     assert "step" not in vars(optimizer)
 
 
-def test_a_dropped_parameter_is_not_kept_alive():
-    import weakref
-
+def test_the_hooks_of_a_dropped_parameter_are_forgotten():
     model = make_model()
     with recording(model, ()) as (guard, _):
-        ref = weakref.ref(model[3].weight)
+        gradients = guard.probes[0].gradients
+        old = weakref.ref(model[3].weight)
+        while len(guard.probes) > 3:  # the state, data and module probes stay
+            guard.probes.pop().detach()
         model[3].weight = nn.Parameter(torch.ones(2, 8))
         model(torch.ones(6, 4)).sum().backward()
         guard.step()
         gc.collect()
+        gradients.watch([])
 
-        assert ref() is None
+        assert old() is None
+        assert len(gradients._hooks) == len(list(model.parameters()))
 
 
 def test_an_adapter_adds_state_and_generators():
