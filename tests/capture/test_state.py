@@ -10,6 +10,8 @@ import torch
 from state_run import first_difference, recording
 from torch import nn
 
+from upguard_plugin.capture.gradients import GradientProbe
+
 
 def make_model(seed=0):
     torch.manual_seed(seed)
@@ -244,21 +246,16 @@ def test_detach_leaves_no_hook_and_no_replaced_function():
     assert "step" not in vars(optimizer)
 
 
-def test_the_hooks_of_a_dropped_parameter_are_forgotten():
-    model = make_model()
-    with recording(model, ()) as (guard, _):
-        gradients = guard.probes[0].gradients
-        old = weakref.ref(model[3].weight)
-        while len(guard.probes) > 3:  # the state, data and module probes stay
-            guard.probes.pop().detach()
-        model[3].weight = nn.Parameter(torch.ones(2, 8))
-        model(torch.ones(6, 4)).sum().backward()
-        guard.step()
+def test_a_dropped_parameter_is_not_kept_alive():
+    with recording(make_model(), ()) as (guard, _):
+        probe = GradientProbe(guard)
+        parameter = nn.Parameter(torch.ones(2))
+        probe.watch([("dropped", parameter)])
+        ref = weakref.ref(parameter)
+        del parameter
         gc.collect()
-        gradients.watch([])
 
-        assert old() is None
-        assert len(gradients._hooks) == len(list(model.parameters()))
+        assert ref() is None
 
 
 def test_an_adapter_adds_state_and_generators():
