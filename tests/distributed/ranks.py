@@ -78,7 +78,7 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, store: str) -> None:
     while True:
         try:
             function, args = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             break
         try:
             answer = (True, function(*args))

@@ -5,8 +5,8 @@ In:  the optimizers given to `enable`, others that step on the model's parameter
 Out: at `start` and after each step their state; before each step the gradients it will use and the
      hyper-parameters as they are then; after it the weights.
 
-A parameter of an optimizer that no model has is a master: it takes the name of the model's
-parameter that stands at its place in order and has its shape.
+A parameter of an optimizer that no model has is a master: it takes the name of the parameter whose
+`main_param` it is (Megatron), else of the one that stands at its place in order and has its shape.
 """
 
 from __future__ import annotations
@@ -190,10 +190,16 @@ class OptimizerProbe:
                 else:
                     owned.add(name)
         self._masters = {}
+        for name, parameter in names.parameters.items():
+            master = getattr(parameter, "main_param", None)
+            if id(master) in foreign:
+                self._masters[id(master)] = name
+                owned.add(name)
+                del foreign[id(master)]
         if foreign:
             free = [(n, p) for n, p in names.parameters.items() if n not in owned]
             matched = match_masters(list(foreign.values()), free)
-            self._masters = dict(zip(foreign, matched, strict=True))
+            self._masters |= dict(zip(foreign, matched, strict=True))
 
 
 def match_masters(masters: Sequence[Tensor], parameters: Sequence[NamedParameter]) -> list[str]:

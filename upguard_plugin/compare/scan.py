@@ -64,6 +64,7 @@ class RankScan:
     steps: RankSteps
     step: int | None = None  # of the divergence
     findings: tuple[Finding, ...] = ()  # in that step: the first, and what stands beside it
+    chosen: Bools | None = None  # in that step: the pairs that were asked for
     structure: tuple[int, Finding] | None = None  # first step and place where boundaries differ
     unused_scalars: dict[str, int] = field(default_factory=dict)  # name -> first step
     certified: int = 0  # events before the divergence, all equal
@@ -104,7 +105,7 @@ def scan_rank(
             scan.structure = (step, found.structure)
         _count_pairs(scan, step, pairing, chosen, found.divergent)
         if found.divergent:
-            scan.step, scan.findings = step, found.divergent
+            scan.step, scan.findings, scan.chosen = step, found.divergent, chosen
             break
     return scan
 
