@@ -1,9 +1,9 @@
 """The frozen types that every part speaks: words, fingerprints, placements, event keys, layouts.
 
 Capture turns tensors into these, the trace keeps them, compare reads them. Nothing here knows
-torch, numpy or a file. One thing newcomers get wrong: an event is split in two. Its `EventKey` (what and
-where: boundary, slot, dtype, ...) repeats every step and is interned; what changes (fingerprint,
-micro-batch, call, ...) travels in columns, see `trace/batch.py`.
+torch, numpy or a file. One thing newcomers get wrong: an event is split in two. Its `EventKey`
+(what and where: boundary, slot, dtype, ...) repeats every step and is interned; what changes
+(fingerprint, micro-batch, call, ...) travels in columns, see `trace/batch.py`.
 """
 
 from __future__ import annotations

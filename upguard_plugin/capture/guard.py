@@ -21,9 +21,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from upguard_plugin.capture.collectives import CollectiveProbe
+from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
+from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.recorder import Recorder
@@ -126,6 +129,11 @@ class Guard:
         """Hook all probes of the config's level in."""
         # In this order: a root module's batch is recorded before its own events.
         self.probes = [self._states, self._batches, ModuleProbe(self)]
+        if torch.distributed.is_available() and not CollectiveProbe.in_use():
+            owners = [ParameterOwner(self.names.parameters)]
+            self.probes.append(CollectiveProbe(self.recorder, owners=owners))
+        if self.config.level == "op":
+            self.probes.append(OperatorProbe(self))
         for probe in self.probes:
             probe.attach()
         atexit.register(self._close_at_exit)

@@ -91,6 +91,7 @@ class ModuleProbe:
             return
         call = self._begin(boundary, module)
         self._stack.append(call)
+        self._position.module = boundary.name
         if not boundary.recorded:
             return
         opaque: set[str] = set()
@@ -171,6 +172,7 @@ class ModuleProbe:
             if self._stack[place].boundary is boundary:
                 call = self._stack[place]
                 del self._stack[place:]
+                self._position.module = self._stack[-1].boundary.name if self._stack else ""
                 return call
         return None
 

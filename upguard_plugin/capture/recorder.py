@@ -21,7 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from upguard_plugin.capture.deferred import DeferredRows, Ticket
 from upguard_plugin.capture.position import Position
+from upguard_plugin.capture.storages import Storages, is_tracked, look
 from upguard_plugin.capture.tensors import as_bytes
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue, Hashes
@@ -62,8 +64,11 @@ class Recorder:
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
+        self.at_work = False  # operators that run now are ours, not the training's
+        self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._writer = writer
         self._queue = queue_
+        self._deferred = DeferredRows(FingerprintQueue(), writer.note)
         self._lock = threading.RLock()
         self._ids: dict[tuple[Any, ...], int] = {}
         self._keys: list[EventKey] = []
@@ -149,12 +154,53 @@ class Recorder:
             return NONE
         with self._lock:
             if same_as >= self._first_seq:
-                taken = self._rows[(same_as - self._first_seq + 1) * len(_FIELDS) - 1]
+                taken, writer = self._rows[(same_as - self._first_seq + 1) * len(_FIELDS) - 1], NONE
             else:
-                taken = self._put(self._keys[key].boundary, tensor, placement)
+                taken, writer = self._fingerprint(self._keys[key].boundary, tensor, placement)
             if taken == NONE:
                 return NONE
+            producer = writer if producer == NONE else producer
             return self._first_seq + self._add_row(key, microbatch, call, producer, taken)
+
+    def reserve(
+        self,
+        boundary: str,
+        tensor: torch.Tensor,
+        *,
+        role: str,
+        slot: str = "0",
+        phase: str | None = None,
+        operator: str | None = None,
+        moment: str | None = None,
+        placement: Placement | None = None,
+        call: int = 0,
+        group: Group | None = None,
+        op: str | None = None,
+        wire: Wire | None = None,
+        source: Source | None = None,
+    ) -> Ticket:
+        """Add the event of a tensor whose contents are not valid yet; they are not read.
+
+        The event stands here in program order; `fill` or `cancel` must follow, from any thread.
+        """
+        parts = (
+            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            operator, moment, placement, group, op, source,
+        )  # fmt: skip
+        with self._lock:
+            taken = self._queue.put_words(0)
+            row = self._add_row(self._key_of(parts), None, call, NONE, taken)
+            if wire is not None:
+                self._wires.append((row, wire))
+            return self._deferred.reserve(row, boundary, placement)
+
+    def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
+        """Take the fingerprint of `tensor` now for a reserved event, as `record` does."""
+        self._deferred.fill(ticket, tensor)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Say that a reserved event will never have its tensor; a note in the trace names it."""
+        self._deferred.cancel(ticket)
 
     def record_many(
         self,
@@ -242,10 +288,9 @@ class Recorder:
     def finish_step(self, *, mark: str | None = None) -> None:
         """Close the step: one device-to-host copy, one batch to the writer, on to the next step."""
         with self._lock:
-            batch = self._take_batch(mark)
+            batches = self._deferred.close_step(self._take_batch(mark))
             self.position.next_step()
-        if batch is not None and not self.failure:
-            self._batches.put(batch)
+        self._send(batches)
 
     def select(self, recorded: bool) -> None:
         """Say whether the step that begins is to be recorded."""
@@ -264,17 +309,41 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is finished, then end the trace. An unfinished step is not written."""
+        self._send(self._deferred.close())
         self._batches.put(None)
         self._thread.join()
         self._writer.close(self.failure)
 
+    def _send(self, batches: Iterable[EventBatch]) -> None:
+        for batch in batches:
+            if not self.failure:
+                self._batches.put(batch)
+
+    def _fingerprint(
+        self, boundary: str, tensor: torch.Tensor, placement: Placement | None
+    ) -> tuple[int, int]:
+        """The slot of the tensor's fingerprint, and the seq of the event that wrote it last."""
+        if self.storages is None or not is_tracked(tensor):
+            return self._put(boundary, tensor, placement), NONE
+        storage = self.storages.of(tensor)
+        view = (look(tensor), id(placement))
+        slot = storage.known.get(view)
+        if slot is None or self.storages.is_due():
+            slot = self._put(boundary, tensor, placement)
+            if storage.in_sight and slot != NONE:
+                storage.known[view] = slot
+        return slot, storage.writer
+
     def _put(self, boundary: str, tensor: torch.Tensor, placement: Placement | None) -> int:
         """The slot of the tensor's fingerprint, or NONE, noted, if it can have none."""
+        self.at_work = True
         try:
             return self._queue.put(tensor, placement)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {boundary} was not recorded: {error.sentence}")
             return NONE
+        finally:
+            self.at_work = False
 
     def _put_many(self, entries: Sequence[Entry]) -> Sequence[int]:
         try:
@@ -304,6 +373,8 @@ class Recorder:
 
     def _take_batch(self, mark: str | None) -> EventBatch | None:
         hashes = self._queue.take()
+        if self.storages is not None:
+            self.storages.forget_hashes()  # slots are numbered anew in each step
         rows = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, len(_FIELDS))
         columns = {name: rows[:, i] for i, name in enumerate(_FIELDS)}
         hashes = _rows_of(hashes, columns["slot"])
@@ -358,7 +429,7 @@ def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
 
 def _rows_of(hashes: Hashes, slots: np.ndarray) -> Hashes:
     """One row per event: events may share a slot."""
-    if len(hashes) == len(slots):
+    if np.array_equal(slots, np.arange(len(hashes))):
         return hashes  # every event has its own slot, in order
     columns = (hashes.h, hashes.s, hashes.nonfinite, hashes.max_abs, hashes.sketch)
     return Hashes(*(None if column is None else column[slots] for column in columns))

@@ -1,0 +1,47 @@
+# Two targets are all a newcomer needs; each builds what it needs into .venv by itself.
+#   make demo    two real trainings on this machine, one with a planted fault, and its name found
+#   make test    the test suite
+
+PYTHON ?= python3
+BIN := .venv/bin
+PACKAGING := setup.cfg pyproject.toml constraints.txt
+
+.PHONY: demo test test-long lint types clean
+.DELETE_ON_ERROR:
+
+demo: .venv/demo.stamp
+	$(BIN)/upguard demo
+
+test: .venv/test.stamp
+	$(BIN)/python -m pytest
+
+test-long: .venv/test.stamp
+	$(BIN)/python -m pytest -m "long or not long"
+
+lint: .venv/test.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+# Types are checked on what users get: installed, the folders integrations/ and launch/ have their
+# full names.
+types: .venv/test.stamp
+	rm -rf build/types
+	$(BIN)/python -m pip install --quiet --no-deps --target build/types .
+	cd build/types && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p upguard_plugin
+
+.venv/torch.stamp: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	touch $@
+
+.venv/demo.stamp: .venv/torch.stamp $(PACKAGING)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[megatron]'
+	touch $@
+
+.venv/test.stamp: .venv/torch.stamp $(PACKAGING)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

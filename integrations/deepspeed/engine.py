@@ -1,0 +1,139 @@
+"""A DeepSpeed engine and its guard: micro-batches, steps, the end.
+
+In:  calls of the engine's forward, backward, step, train_batch and destroy.
+Out: `Guard.microbatch`, `Guard.step` and `Guard.close`.
+
+`engine.step()` is called for every micro-batch; the optimizer steps at accumulation boundaries.
+Which call it was shows afterwards, by the engine's own count of steps: asking beforehand is wrong
+where the caller owns the boundary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from upguard_plugin.capture.guard import Guard
+from upguard_plugin.integrations.wraps import wrap
+
+
+class Recorded:
+    """An engine that is being recorded."""
+
+    def __init__(self, engine: Any, guard: Guard) -> None:
+        self.guard = guard
+        self._begin_step(engine)
+
+    def _begin_step(self, engine: Any) -> None:
+        self._first_micro_step: int = engine.micro_steps
+        self._backwards = 0
+        self._forwards = 0
+
+    def on_forward(self, engine: Any) -> None:
+        """A forward is about to run; evaluation has no micro-batches."""
+        if not (engine.training and torch.is_grad_enabled()):
+            return
+        if engine.gradient_accumulation_steps() > 1:
+            self.guard.microbatch(self._microbatch(engine))
+        self._forwards += 1
+
+    def _microbatch(self, engine: Any) -> int:
+        """A forward belongs to the next micro-batch when the last one's backward has begun.
+
+        A pipeline stage runs several forwards first, one for each micro-batch. `loss.backward()`
+        past the engine is not seen; there the engine's count of `step()` calls tells.
+        """
+        if engine.pipeline_parallelism:
+            return self._forwards
+        return max(self._backwards, int(engine.micro_steps - self._first_micro_step))
+
+    def on_pipeline_backward(self, engine: Any) -> None:
+        """The backward of a pipeline stage is about to run; micro-batches come back in order."""
+        if engine.gradient_accumulation_steps() > 1:
+            self.guard.microbatch(self._backwards)
+        self._backwards += 1
+
+    def after_backward(self, engine: Any) -> None:
+        """`engine.backward` has run."""
+        if not engine.pipeline_parallelism:
+            self._backwards += 1
+
+    def after_step(self, engine: Any, step_before: int, skipped_before: int) -> None:
+        """`engine.step` or `train_batch` has run, at a boundary or not."""
+        if engine.global_steps == step_before:
+            return
+        skipped = engine.skipped_steps > skipped_before
+        self.guard.step(iteration=step_before, mark="skipped" if skipped else None)
+        self._begin_step(engine)
+
+
+class EngineWraps:
+    """The wraps on DeepSpeed's engine classes: there while an engine is recorded, then gone."""
+
+    def __init__(self, engine_class: type, pipeline_class: type | None) -> None:
+        self._engine_class = engine_class
+        self._pipeline_class = pipeline_class
+        self._recorded: weakref.WeakKeyDictionary[Any, Recorded] = weakref.WeakKeyDictionary()
+        self._undo: list[Callable[[], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def record(self, engine: Any, guard: Guard) -> None:
+        """Tell the guard from now on what this engine does."""
+        if not self._undo:
+            self._install()
+        self._recorded[engine] = Recorded(engine, guard)
+
+    def remove(self) -> None:
+        """Take all wraps off. Guards stay open."""
+        self._recorded.clear()
+        while self._undo:
+            self._undo.pop()()
+
+    def _install(self) -> None:
+        for name in ("forward", "backward", "step", "destroy"):
+            self._undo.append(wrap(self._engine_class, name, getattr(self, f"_{name}")))
+        if self._pipeline_class is not None:
+            self._undo.append(wrap(self._pipeline_class, "train_batch", self._step))
+            backward = self._pipeline_backward
+            self._undo.append(wrap(self._pipeline_class, "_exec_backward_pass", backward))
+
+    def _forward(self, original: Callable[..., Any], engine: Any, *args: Any, **kw: Any) -> Any:
+        recorded = self._recorded.get(engine)
+        if recorded is not None:
+            recorded.on_forward(engine)
+        return original(engine, *args, **kw)
+
+    def _backward(self, original: Callable[..., Any], engine: Any, *args: Any, **kw: Any) -> Any:
+        result = original(engine, *args, **kw)
+        recorded = self._recorded.get(engine)
+        if recorded is not None:
+            recorded.after_backward(engine)
+        return result
+
+    def _pipeline_backward(self, original: Callable[..., Any], engine: Any, *args: Any) -> Any:
+        recorded = self._recorded.get(engine)
+        if recorded is not None:
+            recorded.on_pipeline_backward(engine)
+        return original(engine, *args)
+
+    def _step(self, original: Callable[..., Any], engine: Any, *args: Any, **kw: Any) -> Any:
+        recorded = self._recorded.get(engine)
+        if recorded is None:
+            return original(engine, *args, **kw)
+        before = engine.global_steps, engine.skipped_steps
+        result = original(engine, *args, **kw)
+        recorded.after_step(engine, *before)
+        return result
+
+    def _destroy(self, original: Callable[..., Any], engine: Any, *args: Any, **kw: Any) -> Any:
+        recorded = self._recorded.pop(engine, None)
+        if recorded is not None:
+            recorded.guard.close()
+            if not self._recorded:
+                self.remove()
+        return original(engine, *args, **kw)

@@ -1,0 +1,146 @@
+"""Places of Megatron that CUDA lets pass and a CPU does not, mended right after their import.
+
+`mend` names the modules and what is done to each. Nothing is edited on disk, and a module that is
+never imported costs nothing. Known to fit Megatron-LM core_v0.14 to core_v0.16.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from upguard_plugin.launch.cpu_emulation.patches import Patches
+
+_MOE = "megatron.core.transformer.moe.moe_utils"
+_NORM = "megatron.core.transformer.torch_norm"
+_DATASETS = "megatron.core.datasets.utils"
+_FUSED_KERNELS = "megatron.legacy.fused_kernels"
+_INITIALIZE = "megatron.training.initialize"
+_TRITON_USER = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+
+
+def mend(patches: Patches) -> Mapping[str, Callable[[ModuleType], None]]:
+    """What to do with each module after its import; every change goes into `patches`."""
+    mends = {
+        _MOE: _mend_moe,
+        _NORM: _mend_norm,
+        _DATASETS: _mend_dataset_helper,
+        _FUSED_KERNELS: _mend_fused_kernels,
+        _INITIALIZE: _mend_warmup,
+    }
+    return {name: functools.partial(mend_one, patches) for name, mend_one in mends.items()}
+
+
+def _mend_moe(patches: Patches, module: ModuleType) -> None:
+    import torch  # slow to load
+
+    if not hasattr(module, "te_general_gemm"):
+        # Without Transformer Engine the name is never bound, and the router's guard needs it.
+        patches.set(module, "te_general_gemm", None)
+
+    def maybe_move_tensor_to_cpu(
+        tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
+        # The real one leaves CPU tensors alone; all_to_all then refuses them as split sizes.
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    if hasattr(module, "maybe_move_tensor_to_cpu"):
+        patches.set(module, "maybe_move_tensor_to_cpu", maybe_move_tensor_to_cpu)
+
+
+def _mend_norm(patches: Patches, module: ModuleType) -> None:
+    """torch's norm refuses sequence parallel only because it does not mark its parameters.
+
+    Apex and Transformer Engine set `sequence_parallel` on them, by which Megatron knows whose
+    gradients to sum over the tensor-parallel group.
+    """
+    real = module.WrappedTorchNorm.__new__
+
+    def marked_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        accepted = copy.copy(config)
+        accepted.sequence_parallel = False
+        norm = real(cls, accepted, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    patches.set(module.WrappedTorchNorm, "__new__", staticmethod(marked_norm))
+
+
+def _mend_dataset_helper(patches: Patches, module: ModuleType) -> None:
+    """The helper's Makefile asks `python3` and `python3-config` from PATH for names and suffix.
+
+    A virtual environment has no python3-config, so another Python's suffix would be used.
+    """
+    real = module.compile_helpers
+
+    @functools.wraps(real)
+    def compile_helpers() -> None:
+        settings = Patches()
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        settings.set_item(os.environ, "PATH", path)
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        settings.set_item(os.environ, "MAKEFLAGS", f"LIBEXT={suffix}")
+        try:
+            real()
+        finally:
+            settings.restore()
+
+    patches.set(module, "compile_helpers", compile_helpers)
+
+
+def _mend_fused_kernels(patches: Patches, module: ModuleType) -> None:
+    # It builds nothing, but runs `nvcc -V` first.
+    patches.set(module, "load", lambda args: None)
+
+
+def _mend_warmup(patches: Patches, module: ModuleType) -> None:
+    # It draws random numbers, as many as the tensor-parallel size says; CPU and "CUDA" share one
+    # generator here, so that weights would depend on the layout.
+    patches.set(module, "_warmup_jit_function", lambda: None)
+
+
+@contextmanager
+def triton_stub_if_missing() -> Iterator[None]:
+    """Let a module be imported that imports triton at its top and may never use it.
+
+    The stub goes as soon as that module has run: torch probes for triton too, and would use it.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    stubs = Patches()
+    triton = _Stub("triton")
+    language = _Stub("triton.language")
+    vars(triton)["language"] = language
+    stubs.set_item(sys.modules, "triton", triton)
+    stubs.set_item(sys.modules, "triton.language", language)
+    try:
+        yield
+    finally:
+        stubs.restore()
+
+
+class _Stub(ModuleType):
+    """Any attribute, as a decorator that returns its function, with or without arguments."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _decorate
+
+
+def _decorate(*args: Any, **kwargs: Any) -> Any:
+    return args[0] if args and callable(args[0]) else _decorate
+
+
+DURING_IMPORT = {_TRITON_USER: triton_stub_if_missing}

@@ -1,0 +1,180 @@
+"""The `upguard` command: one short function per verb.
+
+In:  the command line.
+Out: a report on stdout, an exit code (0 identical, 1 divergent, 2 usage or unreadable, 3 not
+     comparable). What goes wrong becomes one message on stderr, never a traceback.
+
+A verb imports its code when it is used, so that `upguard --help` does not pay for numpy and pyarrow.
+A verb returns its exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from upguard_plugin import __version__
+from upguard_plugin.errors import EXIT_IDENTICAL, EXIT_UNREADABLE, UpGuardError, UsageError
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+EXIT_INTERRUPTED = 130  # what shells give for Ctrl-C
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="upguard")
+def upguard() -> None:
+    """Compare two training runs bit by bit and name the first operation where they differ."""
+
+
+def output_options(verb: Verb) -> Verb:
+    """--format, --output, --quiet, --verbose: how a verb reports."""
+    for option in (
+        click.option("--verbose", is_flag=True, help="Say more: every rank, every note."),
+        click.option("--quiet", is_flag=True, help="Print nothing; the exit code is the answer."),
+        click.option("--output", type=click.Path(dir_okay=False), help="Write the report here."),
+        click.option("--format", "form", type=click.Choice(["text", "json"]), default="text"),
+    ):
+        verb = option(verb)
+    return verb
+
+
+def selection_options(verb: Verb) -> Verb:
+    """--steps, --ranks, --modules, --roles: which events a verb looks at."""
+    for option in (
+        click.option("--roles", metavar="LIST", help="Only these roles: param,grad."),
+        click.option("--modules", metavar="GLOB", help="Only boundaries like blocks.*.mlp,head."),
+        click.option("--ranks", metavar="LIST", help="Only these ranks: 0,2-5."),
+        click.option("--steps", metavar="LIST", help="Only these steps: 4-6,10 or 4-."),
+    ):
+        verb = option(verb)
+    return verb
+
+
+@upguard.command()
+@click.argument("baseline")
+@click.argument("target")
+@selection_options
+@click.option(
+    "--same-program",
+    is_flag=True,
+    help="Both runs ran the same program: other output from equal inputs is nondeterminism.",
+)
+@click.option("--verify", is_flag=True, help="Decode every step, also where digests agree.")
+@output_options
+def compare(
+    baseline: str,
+    target: str,
+    steps: str | None,
+    ranks: str | None,
+    modules: str | None,
+    roles: str | None,
+    same_program: bool,
+    verify: bool,
+    form: str,
+    output: str | None,
+    quiet: bool,
+    verbose: bool,
+) -> int:
+    """Compare the runs in two directories and name their first divergence."""
+    from upguard_plugin.compare.runs import compare_runs  # slow to load: numpy
+    from upguard_plugin.compare.selection import Selection
+    from upguard_plugin.report.progress import Progress
+    from upguard_plugin.report.text import verdict_text  # slow to load: pydantic
+    from upguard_plugin.trace.reader import open_trace  # slow to load: pyarrow
+
+    selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles)
+    with Progress(quiet) as progress:
+        verdict = compare_runs(
+            open_trace(Path(baseline)),
+            open_trace(Path(target)),
+            selection,
+            same_program=same_program,
+            verify=verify,
+            progress=progress,
+        )
+    report = verdict.to_json() if form == "json" else verdict_text(verdict, verbose=verbose)
+    write_report([report], output, quiet)
+    return verdict.exit_code
+
+
+@upguard.command()
+@click.argument("run")
+@selection_options
+@click.option("--phase", metavar="LIST", help="Only these phases: forward,loss.")
+@click.option("--limit", type=click.IntRange(min=0), default=None, help="At most so many events.")
+@output_options
+def show(
+    run: str,
+    steps: str | None,
+    ranks: str | None,
+    modules: str | None,
+    roles: str | None,
+    phase: str | None,
+    limit: int | None,
+    form: str,
+    output: str | None,
+    quiet: bool,
+    verbose: bool,
+) -> int:
+    """Print the events of one run, as a table or as one JSON object a line."""
+    from upguard_plugin.compare.browse import browse  # slow to load: numpy
+    from upguard_plugin.compare.selection import Selection
+    from upguard_plugin.report.events import event_lines  # slow to load: pydantic
+    from upguard_plugin.trace.reader import open_trace  # slow to load: pyarrow
+
+    selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles, phase=phase)
+    events = browse(open_trace(Path(run)), selection, limit)
+    write_report(event_lines(events, form, verbose=verbose), output, quiet)
+    return EXIT_IDENTICAL
+
+
+def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:
+    """Print the lines, or write them to the file `output`.
+
+    Raises UsageError if the file cannot be written.
+    """
+    if quiet and output is None:
+        return
+    if output is None:
+        for line in lines:
+            click.echo(line)
+        return
+    try:
+        with Path(output).open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the report to {output}: {error.strerror}",
+            remedy="name another file with --output",
+        ) from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; `arguments` default to the process's own."""
+    try:
+        code = upguard.main(arguments, prog_name="upguard", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else EXIT_IDENTICAL
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return EXIT_INTERRUPTED
+    except UpGuardError as error:
+        click.echo(error, err=True)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone. Python would complain at exit otherwise.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREADABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Which event of the baseline is which of the target: order-preserving, never forced.
+
+In:  two sequences of identities (equal number: may be the same event) and, per event, a hint (equal
+     number: certainly looks the same; the fingerprint serves).
+Out: places in both sequences that pair, in order. What has no partner is left out, and so is what
+     could as well have another one: an ambiguous pair is no pair.
+
+Equal sequences pair by position. Otherwise what both have exactly once are anchors, and the windows
+between two anchors are matched by dynamic programming. Hints only break ties: they never pair
+different identities and never stop equal ones from pairing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+# Cells of the largest window that is matched by dynamic programming: 2048 by 2048 events, 0.1 s.
+# Windows between anchors of real traces have at most some 500 events.
+MAX_CELLS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive events of one run."""
+
+    identity: Ints
+    hint: Words
+
+    def __len__(self) -> int:
+        return len(self.identity)
+
+    def window(self, start: int, stop: int) -> Stretch:
+        return Stretch(self.identity[start:stop], self.hint[start:stop])
+
+
+def align(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:
+    """Pair two sequences. Returns the places of the pairs, both increasing, in each of them."""
+    if np.array_equal(baseline.identity, target.identity):
+        places = np.arange(len(baseline), dtype=np.int64)
+        return places, places
+    head = _same_head(baseline, target)
+    tail = _same_tail(baseline, target, head)
+    middle = (
+        baseline.window(head, len(baseline) - tail),
+        target.window(head, len(target) - tail),
+    )
+    pairs = [(np.arange(head), np.arange(head))]
+    pairs += [(b + head, t + head) for b, t in _between_anchors(*middle)]
+    pairs += [
+        (np.arange(len(baseline) - tail, len(baseline)), np.arange(len(target) - tail, len(target)))
+    ]
+    return (
+        np.concatenate([b for b, _ in pairs]).astype(np.int64),
+        np.concatenate([t for _, t in pairs]).astype(np.int64),
+    )
+
+
+def _same_head(baseline: Stretch, target: Stretch) -> int:
+    """How many events at the start are equal, hint and all."""
+    length = min(len(baseline), len(target))
+    differs = (baseline.identity[:length] != target.identity[:length]) | (
+        baseline.hint[:length] != target.hint[:length]
+    )
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _same_tail(baseline: Stretch, target: Stretch, head: int) -> int:
+    """How many events at the end are equal, not counting the first `head`."""
+    rest = min(len(baseline), len(target)) - head
+    return _same_head(
+        Stretch(baseline.identity[::-1][:rest], baseline.hint[::-1][:rest]),
+        Stretch(target.identity[::-1][:rest], target.hint[::-1][:rest]),
+    )
+
+
+def _between_anchors(baseline: Stretch, target: Stretch) -> list[tuple[Ints, Ints]]:
+    anchors_b, anchors_t = _anchors(baseline.identity, target.identity)
+    stops_b = [*anchors_b.tolist(), len(baseline)]
+    stops_t = [*anchors_t.tolist(), len(target)]
+    pairs = []
+    start_b = start_t = 0
+    for stop_b, stop_t in zip(stops_b, stops_t, strict=True):
+        if start_b < stop_b and start_t < stop_t:
+            found_b, found_t = _match(
+                baseline.window(start_b, stop_b), target.window(start_t, stop_t)
+            )
+            pairs.append((found_b + start_b, found_t + start_t))
+        if stop_b < len(baseline):
+            pairs.append((np.array([stop_b]), np.array([stop_t])))
+        start_b, start_t = stop_b + 1, stop_t + 1
+    return pairs
+
+
+def _anchors(baseline: Ints, target: Ints) -> tuple[Ints, Ints]:
+    """Places of what both have exactly once, the longest chain that keeps the order in both."""
+    once_b, at_b = _once(baseline)
+    once_t, at_t = _once(target)
+    _, in_b, in_t = np.intersect1d(once_b, once_t, assume_unique=True, return_indices=True)
+    by_place = np.argsort(at_b[in_b])
+    places_b, places_t = at_b[in_b][by_place], at_t[in_t][by_place]
+    chain = _longest_increasing(places_t)
+    return places_b[chain], places_t[chain]
+
+
+def _once(identity: Ints) -> tuple[Ints, Ints]:
+    values, first, counts = np.unique(identity, return_index=True, return_counts=True)
+    return values[counts == 1], first[counts == 1]
+
+
+def _longest_increasing(places: Ints) -> Ints:
+    """Indices of a longest increasing subsequence (patience sorting)."""
+    if len(places) < 2 or bool((np.diff(places) > 0).all()):
+        return np.arange(len(places), dtype=np.int64)
+    ends: list[int] = []  # smallest last value of a chain of each length
+    end_at: list[int] = []  # its index
+    before = np.full(len(places), -1, dtype=np.int64)
+    for index, place in enumerate(places.tolist()):
+        length = bisect_left(ends, place)
+        before[index] = end_at[length - 1] if length else -1
+        ends[length : length + 1] = [place]
+        end_at[length : length + 1] = [index]
+    chain = [end_at[-1]]
+    while before[chain[-1]] >= 0:
+        chain.append(int(before[chain[-1]]))
+    return np.array(chain[::-1], dtype=np.int64)
+
+
+def _match(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:
+    """The pairs that every best match of a window contains.
+
+    Best: the most pairs of equal identity; among these, the most equal hints.
+    """
+    none = np.empty(0, dtype=np.int64)
+    if np.array_equal(baseline.identity, target.identity):
+        places = np.arange(len(baseline), dtype=np.int64)
+        return places, places
+    if (len(baseline) + 1) * (len(target) + 1) > MAX_CELLS:
+        return none, none
+    gain = _gains(baseline, target)
+    upto = _best_upto(gain)
+    beyond = _best_upto(gain[::-1, ::-1])[::-1, ::-1]
+    best = upto[-1, -1]
+    on_path = (gain > 0) & (upto[:-1, :-1] + gain + beyond[1:, 1:] == best)
+    # An event that some best match leaves alone is not certain of its partner.
+    idle_b = ((upto[:-1, :] + beyond[1:, :]) == best).any(axis=1)
+    idle_t = ((upto[:, :-1] + beyond[:, 1:]) == best).any(axis=0)
+    certain = on_path & ~idle_b[:, None] & ~idle_t[None, :]
+    certain &= (on_path.sum(axis=1) == 1)[:, None] & (on_path.sum(axis=0) == 1)[None, :]
+    found_b, found_t = np.nonzero(certain)
+    return found_b.astype(np.int64), found_t.astype(np.int64)
+
+
+def _gains(baseline: Stretch, target: Stretch) -> npt.NDArray[np.int32]:
+    """What pairing each two events is worth: [baseline, target]."""
+    same = baseline.identity[:, None] == target.identity[None, :]
+    hinted = same & (baseline.hint[:, None] == target.hint[None, :])
+    pair = min(len(baseline), len(target)) + 1  # worth more than all hints together
+    gains: npt.NDArray[np.int32] = same * np.int32(pair) + hinted.astype(np.int32)
+    return gains
+
+
+def _best_upto(gain: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """best[i, j]: what the first i events of the baseline and j of the target are worth at most."""
+    best = np.zeros((gain.shape[0] + 1, gain.shape[1] + 1), dtype=np.int32)
+    for i in range(gain.shape[0]):
+        diagonal = np.maximum(best[i, 1:], best[i, :-1] + gain[i])
+        best[i + 1, 1:] = np.maximum.accumulate(diagonal)
+    return best

@@ -1,0 +1,289 @@
+"""Why a boundary differs: its kind, whether its inputs are equal, and who wrote it.
+
+In:  the origin of a divergence, with the steps around it.
+Out: a `Cause`. Its kind is the first rule of docs/comparing.md that matches.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from upguard_plugin.compare.evidence import (
+    Scene,
+    baseline_draws,
+    has_local_gradients,
+    inputs_equal_of,
+    is_stale,
+    overwritten_producer,
+    pairs_of,
+    rng_parted,
+)
+from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective
+from upguard_plugin.records import EventKey
+
+Kind = Literal[
+    "data",
+    "rng",
+    "init",
+    "forward",
+    "backward",
+    "collective",
+    "optimizer",
+    "structure",
+    "nondeterminism",
+]
+
+# Modules and operators whose output depends on random draws.
+_RANDOM = re.compile(
+    r"drop(out|_?path|$)|stochastic|rrelu|bernoulli|multinomial|(^|[._])rand|normal_$|[._]normal"
+    r"|uniform|exponential_|geometric_|cauchy_|gumbel",
+    re.IGNORECASE,
+)
+# Modules that draw nothing, whatever else draws in the same step.
+_NEVER_RANDOM = re.compile(r"linear|norm|embedding$|conv|gelu|silu|softmax|sigmoid|tanh", re.I)
+
+_KIND_OF_PHASE: dict[str, Kind] = {
+    "start": "init",
+    "data": "data",
+    "forward": "forward",
+    "loss": "forward",
+    "recompute": "forward",
+    "eval": "forward",
+    "backward": "backward",
+    "accumulate": "backward",
+    "grad_sync": "backward",
+    "clip": "optimizer",
+    "optimizer": "optimizer",
+    "param_sync": "optimizer",
+    "checkpoint": "optimizer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What is known of an origin."""
+
+    kind: Kind
+    inputs_equal: bool | None  # None: its inputs were not recorded
+    producer: int | None  # baseline row of the event that wrote the storage last
+    why: str  # half a sentence that follows "... differs"
+
+
+def cause_of(scene: Scene) -> Cause:
+    """Decide the kind of a divergence and say why."""
+    inputs_equal = inputs_equal_of(scene)
+    producer = overwritten_producer(scene)
+    for rule in (_state_at_start, _batch, _random, _collective, _structure):
+        decided = rule(scene)
+        if decided is not None:
+            kind, why = decided
+            return Cause(kind, inputs_equal, producer, why)
+    kind = _KIND_OF_PHASE[scene.key.phase]
+    why = _how_we_know(scene, inputs_equal, producer)
+    if scene.same_program and inputs_equal is not False:
+        return Cause(
+            "nondeterminism", inputs_equal, producer, f"{why}, in one and the same program"
+        )
+    return Cause(kind, inputs_equal, producer, why)
+
+
+def _state_at_start(scene: Scene) -> tuple[Kind, str] | None:
+    key = scene.key
+    if key.phase != "start" or scene.finding.what == "form":
+        return None if key.phase != "start" else _state_form(scene)
+    first = scene.steps.is_first_recorded(scene.step)
+    lacking = _lacking(scene)
+    if key.role == "rng":
+        return "rng", lacking or (
+            "at the start, before anything was computed"
+            if first
+            else "at the start of the step: the step before drew other random numbers, "
+            "or something was drawn in between"
+        )
+    if key.role in ("optimizer_state", "master", "scalar", "grad", "main_grad"):
+        return "optimizer", lacking or (
+            "at the start, before anything was computed" if first else _since_step_end(scene)
+        )
+    if first:
+        return "init", lacking or "at the start, before anything was computed"
+    return _written_between(scene)
+
+
+def _state_form(scene: Scene) -> tuple[Kind, str] | None:
+    kinds: dict[str, Kind] = {"rng": "rng", "param": "init", "buffer": "init"}
+    return kinds.get(scene.key.role, "optimizer"), "in dtype or shape at the start"
+
+
+def _since_step_end(scene: Scene) -> str:
+    return "at the start of the step, as the step before or something after it left it"
+
+
+def _written_between(scene: Scene) -> tuple[Kind, str]:
+    """Weights and buffers that differ at the start of a later step: who wrote them?"""
+    key, before = scene.key, scene.steps.pairing(scene.step - 1)
+    if before is None:
+        return "optimizer", "at the start of the step, and the step before was not recorded"
+    at_end = pairs_of(before, key.boundary, ("optimizer", "param_sync"), "param")
+    if len(at_end) and before.differs[at_end[-1]]:
+        return "optimizer", "as the step before left it"
+    if key.role == "buffer":
+        owner = key.boundary.rpartition(".")[0]
+        if len(pairs_of(before, owner, ("forward",), "output")):
+            return "forward", f"at the start of the step: the forward of {owner} wrote it"
+    if len(at_end):
+        return "optimizer", (
+            f"at the start of the step, but was equal when step {scene.step - 1} ended: "
+            "something wrote it in between"
+        )
+    return "optimizer", "at the start of the step: the update of the step before wrote it"
+
+
+def _batch(scene: Scene) -> tuple[Kind, str] | None:
+    key = scene.key
+    if key.role in ("data", "sample"):
+        return "data", _lacking(scene) or "in the batch; nothing before it differs"
+    side, row = scene.finding.seen_by(scene.pairing)
+    if key.role != "input" or key.phase != "forward" or scene.finding.what != "value":
+        return None
+    batch = side.columns.role[side.key] == ROLE_NUMBER["data"]
+    calls = np.flatnonzero(
+        (side.columns.phase[side.key] == PHASE_NUMBER["forward"])
+        & (side.columns.role[side.key] == ROLE_NUMBER["input"])
+        & (side.batch.microbatch == side.batch.microbatch[row])
+    )
+    first = side.batch.key_of(int(calls[0])).boundary
+    if batch.any() or first != key.boundary or is_collective(key):
+        return None
+    return "data", "where the batch enters the model (no batch was recorded before it)"
+
+
+def _random(scene: Scene) -> tuple[Kind, str] | None:
+    key = scene.key
+    if key.role == "rng":
+        return "rng", "although everything before it is equal"
+    computed = key.phase in ("forward", "loss", "recompute", "eval")
+    if not computed or key.role not in ("input", "output") or is_collective(key):
+        return None
+    if scene.finding.what != "value":
+        return None
+    parted = rng_parted(scene)
+    named = key.operator or key.boundary.rpartition(".")[2]
+    if key.role == "output" and _RANDOM.search(named) and parted is not False:
+        return "rng", "with equal inputs: it drew other random numbers"
+    quiet = key.operator is not None and _NEVER_RANDOM.search(key.operator)
+    if parted and not (quiet and key.role == "output") and baseline_draws(scene):
+        return "rng", "and the random states, equal when the step began, differ when it ended"
+    return None
+
+
+def _collective(scene: Scene) -> tuple[Kind, str] | None:
+    key, finding = scene.key, scene.finding
+    if not is_collective(key):
+        return _unsynchronised(scene)
+    if finding.what == "alone":
+        return "collective", _lacking(scene) or ""
+    if finding.what == "order":
+        return "collective", "in its place: the target runs it later, behind another of its group"
+    if finding.what == "form":
+        return "collective", _other_call(scene)
+    if key.role == "output":
+        return "collective", "in its result, with equal inputs on every rank that was compared"
+    launched = pairs_of(scene.pairing, key.boundary, (key.phase,), "input", "launch")
+    if key.moment == "completion" and len(launched):
+        return "collective", "at completion but not at launch: its input was overwritten in flight"
+    if key.phase in ("grad_sync", "param_sync") and has_local_gradients(scene.pairing):
+        return "collective", "on its way into the collective: the local gradients are equal"
+    return None
+
+
+def _unsynchronised(scene: Scene) -> tuple[Kind, str] | None:
+    """Gradients and weights that only communication can have changed."""
+    key = scene.key
+    if scene.finding.what == "form" or scene.world_size < 2:
+        return None
+    if key.phase == "grad_sync" and key.role in ("grad", "main_grad"):
+        if len(pairs_of(scene.pairing, key.boundary, ("accumulate",), None)):
+            return "collective", "after the gradients were synchronised, not before"
+        return None
+    if key.phase == "param_sync":
+        return "collective", "after the update was shared between ranks, not before"
+    if key.phase != "forward" or key.role != "param":
+        return None
+    before = scene.steps.pairing(scene.step - 1)
+    if before is not None and is_stale(scene, before):
+        return "collective", "as it is used here, not as it stood at the start: a stale weight"
+    return None
+
+
+def _other_call(scene: Scene) -> str:
+    finding, pairing = scene.finding, scene.pairing
+    assert finding.baseline_row is not None and finding.target_row is not None
+    ours = pairing.baseline.batch.key_of(finding.baseline_row)
+    theirs = pairing.target.batch.key_of(finding.target_row)
+    parts = [
+        f"{name} {mine} against {other}"
+        for name, mine, other in (
+            ("op", ours.op, theirs.op),
+            ("operator", ours.operator, theirs.operator),
+            ("ranks", _ranks(ours), _ranks(theirs)),
+            ("dtype", ours.dtype, theirs.dtype),
+            ("shape", list(ours.shape), list(theirs.shape)),
+        )
+        if mine != other
+    ]
+    return f"in the call: {', '.join(parts)}"
+
+
+def _ranks(key: EventKey) -> list[int]:
+    return [] if key.group is None else list(key.group.ranks)
+
+
+def _structure(scene: Scene) -> tuple[Kind, str] | None:
+    """What differs without a value behind it; a missing gradient or state is a value."""
+    key, finding = scene.key, scene.finding
+    if finding.what == "value":
+        return None
+    if finding.what == "alone" and key.role in ("grad", "main_grad"):
+        return "backward", f"{_lacking(scene)}: there the gradient is None"
+    if finding.what == "alone" and key.role in ("optimizer_state", "master"):
+        return "optimizer", _lacking(scene) or ""
+    return None
+
+
+def structure_of(scene: Scene) -> Cause:
+    """The cause of a finding with no value difference anywhere behind it."""
+    if scene.finding.what == "alone":
+        why = f"{_lacking(scene)}, and no value differs behind it"
+    else:
+        why = "in dtype or shape, and no value differs behind it"
+    return Cause("structure", None, None, why)
+
+
+def _lacking(scene: Scene) -> str | None:
+    if scene.finding.what != "alone":
+        return None
+    return f"is missing in the {'target' if scene.finding.target_row is None else 'baseline'}"
+
+
+def _how_we_know(scene: Scene, inputs_equal: bool | None, producer: int | None) -> str:
+    key = scene.key
+    if producer is not None:
+        made = scene.pairing.baseline.batch.key_of(producer)
+        return (
+            f"although {made.boundary} {made.role} {made.slot}, which wrote it, is equal: "
+            "it was overwritten in between"
+        )
+    if inputs_equal:
+        return "although its inputs are equal"
+    if inputs_equal is False:
+        return "and so do its inputs, which lie outside of what was asked for"
+    if key.role in ("input", "grad_output"):
+        return (
+            "although every recorded event before it is equal: an operation that is no boundary "
+            "made it"
+        )
+    return "although every recorded event before it is equal"

@@ -1,0 +1,147 @@
+"""From an origin and its cause to the words and numbers of a verdict."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from upguard_plugin.compare.causes import Cause
+from upguard_plugin.compare.evidence import Scene
+from upguard_plugin.compare.pairing import Side
+from upguard_plugin.compare.ranks import Origin
+from upguard_plugin.records import EventKey
+from upguard_plugin.trace.batch import EventBatch
+from upguard_plugin.verdict import (
+    Distance,
+    Divergence,
+    EventRef,
+    GroupRef,
+    SourceRef,
+    TensorSide,
+)
+
+# Distance between 1 and the next number, as torch.finfo says.
+EPSILON = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "complex64": 2.0**-23,
+    "complex128": 2.0**-52,
+}
+
+
+def divergence(origin: Origin, scene: Scene, cause: Cause) -> Divergence:
+    """One divergence as the verdict gives it."""
+    finding, pairing = origin.finding, scene.pairing
+    side, row = finding.seen_by(pairing)
+    key, batch = side.batch.key_of(row), side.batch
+    return Divergence(
+        step=origin.step,
+        microbatch=_or_none(int(batch.microbatch[row])),
+        phase=key.phase,
+        kind=cause.kind,
+        boundary=key.boundary,
+        operator=key.operator,
+        role=key.role,
+        slot=key.slot,
+        call=int(batch.call[row]),
+        ranks=list(origin.ranks),
+        iteration=batch.iteration,
+        moment=key.moment,
+        inputs_equal=cause.inputs_equal,
+        group=group_ref(batch, row),
+        baseline=_tensor(pairing.baseline, finding.baseline_row),
+        target=_tensor(pairing.target, finding.target_row),
+        distance=_distance(scene),
+        producer=None
+        if cause.producer is None
+        else event_ref(pairing.baseline.batch, cause.producer, origin.scan.rank),
+        source=source_ref(key),
+        explanation=_explanation(scene, cause),
+    )
+
+
+def event_ref(batch: EventBatch, row: int, rank: int) -> EventRef:
+    key = batch.key_of(row)
+    return EventRef(
+        step=batch.step,
+        rank=rank,
+        microbatch=_or_none(int(batch.microbatch[row])),
+        phase=key.phase,
+        boundary=key.boundary,
+        operator=key.operator,
+        role=key.role,
+        slot=key.slot,
+        call=int(batch.call[row]),
+    )
+
+
+def group_ref(batch: EventBatch, row: int) -> GroupRef | None:
+    group = batch.key_of(row).group
+    if group is None:
+        return None
+    seq = None if batch.group_seq is None else _or_none(int(batch.group_seq[row]))
+    return GroupRef(name=group.name, ranks=list(group.ranks), seq=seq)
+
+
+def source_ref(key: EventKey) -> SourceRef | None:
+    return None if key.source is None else SourceRef(file=key.source.file, line=key.source.line)
+
+
+def _or_none(number: int) -> int | None:
+    return None if number < 0 else number
+
+
+def _tensor(side: Side, row: int | None) -> TensorSide | None:
+    if row is None:
+        return None
+    key = side.batch.key_of(row)
+    value = None if side.batch.value is None else float(side.batch.value[row])
+    return TensorSide(
+        dtype=key.dtype,
+        shape=list(key.shape),
+        fingerprint=f"{int(side.batch.h[row]):016x}",
+        value=None if value is None or np.isnan(value) else value,
+    )
+
+
+def _distance(scene: Scene) -> Distance | None:
+    """From both sketches, which are linear: the sketch of a difference is their difference."""
+    row_b, row_t = scene.finding.baseline_row, scene.finding.target_row
+    sketch_b, sketch_t = scene.pairing.baseline.batch.sketch, scene.pairing.target.batch.sketch
+    if row_b is None or row_t is None or sketch_b is None or sketch_t is None:
+        return None
+    if sketch_b.shape[1] != sketch_t.shape[1] or scene.finding.what != "value":
+        return None
+    size = float(np.linalg.norm(sketch_b[row_b]))
+    apart = float(np.linalg.norm(sketch_b[row_b] - sketch_t[row_t]))
+    if not np.isfinite(apart) or not size > 0:
+        return None
+    epsilon = EPSILON.get(scene.key.dtype)
+    relative = apart / size
+    return Distance(
+        relative_l2=relative,
+        in_eps=None if epsilon is None else relative / epsilon,
+        estimated=True,
+    )
+
+
+def _explanation(scene: Scene, cause: Cause) -> str:
+    """One sentence: what differs, and how we know that it starts there."""
+    key = scene.key
+    what = {
+        "param": "weight",
+        "buffer": "buffer",
+        "grad": "gradient of",
+        "main_grad": "main gradient of",
+        "master": "master weight of",
+        "optimizer_state": f"optimizer state {key.slot} of",
+        "rng": "random state",
+        "data": "batch",
+        "sample": f"sample {key.slot} of",
+        "scalar": "scalar",
+    }.get(key.role, f"{key.role} {key.slot} of")
+    if key.op is not None:
+        what = f"{key.op}: {what}"
+    verb = "" if scene.finding.what == "alone" else "differs "
+    return f"The {what} {key.boundary or 'the model'} {verb}{cause.why}."

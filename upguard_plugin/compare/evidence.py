@@ -1,0 +1,149 @@
+"""What the events around a divergence tell: the evidence from which its cause is decided.
+
+In:  a `Scene`, which is a finding with the steps around it.
+Out: answers to single questions; None where nothing was recorded that could tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from upguard_plugin.compare.findings import Finding
+from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER
+from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.scan import RankSteps
+from upguard_plugin.records import EventKey
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Where a finding was made."""
+
+    steps: RankSteps
+    step: int
+    pairing: Pairing
+    finding: Finding
+    world_size: int
+    same_program: bool
+
+    @property
+    def key(self) -> EventKey:
+        return self.finding.key(self.pairing)
+
+
+def pairs_of(
+    pairing: Pairing,
+    boundary: str | None,
+    phases: tuple[str, ...],
+    role: str | None,
+    moment: str | None = None,
+) -> Ints:
+    """Pairs by what their keys say; None matches everything."""
+    wanted = [
+        number
+        for number, key in enumerate(pairing.baseline.columns.keys)
+        if boundary in (None, key.boundary)
+        and key.phase in phases
+        and role in (None, key.role)
+        and moment in (None, key.moment)
+    ]
+    return np.flatnonzero(np.isin(pairing.baseline.batch.key[pairing.baseline_rows], wanted))
+
+
+def inputs_equal_of(scene: Scene) -> bool | None:
+    """Whether what the origin was computed from is equal; None where it was not recorded."""
+    key, pairing, row = scene.key, scene.pairing, scene.finding.baseline_row
+    if row is None:
+        return None
+    if key.role == "output":
+        inputs = pairing.of_call(row, "input")
+    elif key.role == "grad_input":
+        inputs = pairing.of_call(row, "grad_output")
+    elif key.role in ("grad", "main_grad") and key.phase == "accumulate":
+        owner = key.boundary.rpartition(".")[0]
+        inputs = pairs_of(pairing, owner, ("backward",), "grad_output")
+        inputs = inputs[
+            pairing.baseline.batch.microbatch[pairing.baseline_rows[inputs]]
+            == pairing.baseline.batch.microbatch[row]
+        ]
+    elif key.phase in ("grad_sync", "clip", "optimizer") and key.role != "scalar":
+        earlier: tuple[str, ...] = ("accumulate", "grad_sync", "clip")
+        if key.phase == "grad_sync":
+            earlier = ("accumulate",)
+        inputs = pairs_of(pairing, key.boundary, earlier, None)
+    else:
+        return None
+    return None if not len(inputs) else not bool(pairing.differs[inputs].any())
+
+
+def overwritten_producer(scene: Scene) -> int | None:
+    """The baseline row of the event that wrote an input last, if it is equal in both runs."""
+    key, pairing, row = scene.key, scene.pairing, scene.finding.baseline_row
+    producers = pairing.baseline.batch.producer
+    if key.role != "input" or row is None or producers is None or producers[row] < 0:
+        return None
+    seq = pairing.baseline.batch.seq
+    written = int(np.searchsorted(seq, producers[row]))
+    if written >= len(seq) or seq[written] != producers[row]:
+        return None
+    pair = np.flatnonzero(pairing.baseline_rows == written)
+    return written if len(pair) and not pairing.differs[pair[0]] else None
+
+
+def rng_parted(scene: Scene) -> bool | None:
+    """Whether RNG states were equal at the start of the step and differ at that of the next.
+
+    None where the next step's states were not recorded.
+    """
+    after = scene.steps.pairing(scene.step + 1)
+    if after is None:
+        return None
+    states = pairs_of(after, None, ("start",), "rng")
+    return bool(after.differs[states].any()) if len(states) else None
+
+
+def baseline_draws(scene: Scene) -> bool:
+    """Whether the baseline itself draws random numbers in the step."""
+    after = scene.steps.pairing(scene.step + 1)
+    if after is None:
+        return False
+    return any(
+        _hash_of(scene.pairing.baseline, boundary) not in (None, later)
+        for boundary, later in _rng_states(after.baseline).items()
+    )
+
+
+def _rng_states(side: Side) -> dict[str, int]:
+    at_start = (side.columns.role[side.key] == ROLE_NUMBER["rng"]) & (
+        side.columns.phase[side.key] == PHASE_NUMBER["start"]
+    )
+    rows = np.flatnonzero(at_start).tolist()
+    return {side.batch.key_of(row).boundary: int(side.batch.h[row]) for row in rows}
+
+
+def _hash_of(side: Side, rng_boundary: str) -> int | None:
+    return _rng_states(side).get(rng_boundary)
+
+
+def is_stale(scene: Scene, before: Pairing) -> bool:
+    """Whether a weight in use is the one of the step before, or arrives by a collective."""
+    columns = before.baseline.columns
+    key = before.baseline.key
+    gathered = columns.is_collective[key] & (columns.phase[key] == PHASE_NUMBER["param_sync"])
+    if gathered.any():
+        return True
+    if scene.finding.target_row is None:
+        return False
+    old = pairs_of(before, scene.key.boundary, ("start", "forward"), "param")
+    now = int(scene.pairing.target.batch.h[scene.finding.target_row])
+    return any(int(before.target.batch.h[before.target_rows[pair]]) == now for pair in old)
+
+
+def has_local_gradients(pairing: Pairing) -> bool:
+    columns, key = pairing.baseline.columns, pairing.baseline.key
+    return bool((columns.phase[key] == PHASE_NUMBER["accumulate"]).any())

@@ -1,0 +1,247 @@
+"""The first thing in a step where the runs part.
+
+In:  the `Pairing` of a step, and which events are looked at.
+Out: `Finding`s, the first of them in the order of the step.
+
+Three kinds of evidence are told apart. *Values*: other bits in tensors of one dtype and shape; a
+collective, a gradient or an optimizer state that one run lacks. Each is a divergence. *Forms*:
+another dtype or shape, whose bits cannot be compared; a divergence if values part behind it.
+*Structure*: what only one run has; a divergence only if no value differs anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective
+from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.records import EventKey
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+START_ORDER = ("param", "buffer", "grad", "main_grad", "master", "optimizer_state", "scalar", "rng")
+_PAST_START = 1 << 48  # places behind the state found at start; more than a step has events
+_START_RANK = np.array(
+    [
+        START_ORDER.index(role) if role in START_ORDER else len(START_ORDER)
+        for role in sorted(ROLE_NUMBER, key=ROLE_NUMBER.__getitem__)
+    ],
+    dtype=np.int64,
+)
+_OF_PARAMETERS = ("grad", "main_grad", "master", "optimizer_state")
+MAX_BESIDE = 1000  # states that differ at once; a report names a few of them
+_USED_SCALARS = np.isin(
+    np.arange(len(PHASE_NUMBER)), [PHASE_NUMBER[p] for p in ("start", "clip", "optimizer")]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One event in which the runs differ."""
+
+    place: int  # where in the order of the step
+    baseline_row: int | None
+    target_row: int | None
+    what: str  # "value", "form", "alone", "order"
+
+    def key(self, pairing: Pairing) -> EventKey:
+        """The event's key: the baseline's, where it has the event."""
+        side, row = self.seen_by(pairing)
+        return side.batch.key_of(row)
+
+    def seen_by(self, pairing: Pairing) -> tuple[Side, int]:
+        """The side and row to describe the event by."""
+        if self.baseline_row is not None:
+            return pairing.baseline, self.baseline_row
+        assert self.target_row is not None
+        return pairing.target, self.target_row
+
+
+@dataclass(frozen=True, slots=True)
+class StepFindings:
+    """What one step has to say, each list in the order of the step."""
+
+    divergent: tuple[Finding, ...]  # empty, or the first and what stands beside it
+    structure: Finding | None  # the first boundary, dtype or shape that differs
+    unused_scalars: tuple[str, ...]  # differ, and nothing behind them does
+    benign: frozenset[int]  # identities whose other dtype or shape changed no value
+
+
+def find(pairing: Pairing, chosen: Bools, benign: frozenset[int]) -> StepFindings:
+    """Look through a step.
+
+    chosen: one answer per pair, whether it is looked at.
+    benign: identities known from earlier steps to differ in form without any effect.
+    """
+    places = pair_places(pairing)
+    values = chosen & pairing.comparable & pairing.value_differs
+    scalars, values = _unused_scalars(pairing, values, places)
+    found = _of_pairs(pairing, np.flatnonzero(values), places, "value")
+    found += _missing_values(pairing)
+    found += _of_pairs(pairing, _collectives_out_of_order(pairing, chosen), places, "order")
+    identities = pairing.baseline.columns.identity[pairing.baseline.key[pairing.baseline_rows]]
+    found += _of_pairs(pairing, _collectives_of_other_form(pairing, chosen), places, "form")
+    found.sort(key=lambda finding: finding.place)
+    form_pairs = np.flatnonzero(chosen & pairing.form_differs)
+    new_forms = [i for i in form_pairs if int(identities[i]) not in benign]
+    forms = _of_pairs(pairing, np.array(new_forms, dtype=np.int64), places, "form")
+    if found:
+        forms = [form for form in forms if form.place < found[0].place]
+        forms = [form for form in forms if _passed_on(pairing, form)]
+        return StepFindings(tuple(_beside(forms + found, pairing)), None, (), benign)
+    structure = sorted(forms + _alone(pairing), key=lambda finding: finding.place)
+    return StepFindings(
+        (),
+        structure[0] if structure else None,
+        scalars,
+        benign | frozenset(identities[form_pairs].tolist()),
+    )
+
+
+def pair_places(pairing: Pairing) -> Ints:
+    """Where each pair stands: state at start by role, everything else in program order."""
+    columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
+    at_start = columns.phase[key] == PHASE_NUMBER["start"]
+    start_rank = _START_RANK[columns.role[key]] << 40
+    return np.where(at_start, start_rank, _PAST_START) + 2 * pairing.baseline_rows
+
+
+def _place_of_alone(pairing: Pairing, row: int, in_target: bool) -> int:
+    side = pairing.target if in_target else pairing.baseline
+    key = side.batch.key_of(row)
+    if in_target:  # just before the next event that the baseline has too
+        later = np.flatnonzero(pairing.target_rows > row)
+        row = len(pairing.baseline.batch)
+        if len(later):
+            row = int(pairing.baseline_rows[later[pairing.target_rows[later].argmin()]])
+    rank = int(_START_RANK[ROLE_NUMBER[key.role]]) << 40 if key.phase == "start" else _PAST_START
+    return rank + 2 * row - int(in_target)
+
+
+def _of_pairs(pairing: Pairing, pairs: Ints, places: Ints, what: str) -> list[Finding]:
+    return [
+        Finding(place, row_b, row_t, what)
+        for place, row_b, row_t in zip(
+            places[pairs].tolist(),
+            pairing.baseline_rows[pairs].tolist(),
+            pairing.target_rows[pairs].tolist(),
+            strict=True,
+        )
+    ]
+
+
+def _unused_scalars(pairing: Pairing, values: Bools, places: Ints) -> tuple[tuple[str, ...], Bools]:
+    """Scalars that differ with nothing behind them, and `values` without them.
+
+    What a user hands over to be recorded may be for the log only. The training's own scalars (in
+    the phases start, clip and optimizer) always count.
+    """
+    columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
+    logged = (columns.role[key] == ROLE_NUMBER["scalar"]) & ~_USED_SCALARS[columns.phase[key]]
+    others = values & ~logged
+    last = int(places[others].max()) if others.any() else -1
+    unused = values & logged & (places > last)
+    names = [pairing.baseline.columns.keys[k].boundary for k in key[unused].tolist()]
+    return tuple(dict.fromkeys(names)), values & ~unused
+
+
+def _alone(pairing: Pairing) -> list[Finding]:
+    """The first event that only the baseline has and the first that only the target has."""
+    found = []
+    if len(pairing.baseline_alone):
+        row = int(pairing.baseline_alone[0])
+        found.append(Finding(_place_of_alone(pairing, row, False), row, None, "alone"))
+    if len(pairing.target_alone):
+        row = int(pairing.target_alone[0])
+        found.append(Finding(_place_of_alone(pairing, row, True), None, row, "alone"))
+    return found
+
+
+def _missing_values(pairing: Pairing) -> list[Finding]:
+    """Events that only one run has although both know what they belong to.
+
+    A collective; a gradient or an optimizer state of a parameter that both runs have.
+    """
+    found = []
+    for in_target, side, other, rows in (
+        (False, pairing.baseline, pairing.target, pairing.baseline_alone),
+        (True, pairing.target, pairing.baseline, pairing.target_alone),
+    ):
+        key = side.key[rows]
+        of_parameter = np.isin(side.columns.role[key], [ROLE_NUMBER[r] for r in _OF_PARAMETERS])
+        for row in rows[side.columns.is_collective[key] | of_parameter].tolist():
+            named = side.batch.key_of(row)
+            known = named.boundary in other.columns.parameters and named.role in other.columns.roles
+            if is_collective(named) or known:
+                place = _place_of_alone(pairing, row, in_target)
+                row_b, row_t = (None, row) if in_target else (row, None)
+                found.append(Finding(place, row_b, row_t, "alone"))
+                break  # the first is enough: rows are in program order
+    return found
+
+
+def _collectives_out_of_order(pairing: Pairing, chosen: Bools) -> Ints:
+    """The first pair of each group that the target ran later than one that followed it."""
+    columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
+    pairs = np.flatnonzero(columns.is_collective[key] & chosen)
+    if len(pairs) < 2 or bool((np.diff(pairing.target_rows[pairs]) > 0).all()):
+        return np.empty(0, dtype=np.int64)
+    by_group: dict[tuple[int, ...], list[int]] = {}
+    for pair in pairs.tolist():
+        group = columns.keys[int(key[pair])].group
+        by_group.setdefault(() if group is None else group.ranks, []).append(pair)
+    first = []
+    for members in by_group.values():
+        rows = pairing.target_rows[members]
+        smallest_behind = np.minimum.accumulate(rows[::-1])[::-1]
+        late = np.flatnonzero(rows[:-1] > smallest_behind[1:])
+        first += [members[late[0]]] if len(late) else []
+    return np.array(sorted(first), dtype=np.int64)
+
+
+def _collectives_of_other_form(pairing: Pairing, chosen: Bools) -> Ints:
+    """Collectives with another dtype on the wire, shape, reduce op, operator or group."""
+    key_b = pairing.baseline.key[pairing.baseline_rows]
+    key_t = pairing.target.key[pairing.target_rows]
+    columns = pairing.baseline.columns
+    other = columns.identity[key_b] != pairing.target.columns.identity[key_t]
+    return np.flatnonzero(columns.is_collective[key_b] & chosen & (other | pairing.form_differs))
+
+
+def _passed_on(pairing: Pairing, form: Finding) -> bool:
+    """Whether another dtype or shape of an input may have changed what its call gave."""
+    key = form.key(pairing)
+    if key.role != "input" or form.baseline_row is None:
+        return True
+    outputs = pairing.of_call(form.baseline_row, "output")
+    return not len(outputs) or bool(pairing.differs[outputs].any())
+
+
+def _beside(found: list[Finding], pairing: Pairing) -> list[Finding]:
+    """The first finding and those that have no order against it: other states, other batches."""
+    keys = [finding.key(pairing) for finding in found[:MAX_BESIDE]]
+    if keys[0].phase == "start":
+        state = [(f, key) for f, key in zip(found, keys, strict=False) if key.phase == "start"]
+        weights = {key.boundary for _, key in state if key.role == "param"}
+        # A master was made from its weight, or the weight from it: they are one finding.
+        return [f for f, key in state if key.role != "master" or key.boundary not in weights]
+    if keys[0].role not in ("data", "sample"):
+        return found[:1]
+    here = _microbatch(found[0], pairing)
+    batch = [
+        (f, key)
+        for f, key in zip(found, keys, strict=False)
+        if key.role in ("data", "sample") and _microbatch(f, pairing) == here
+    ]
+    whole = {key.boundary for _, key in batch if key.role == "data"}
+    # A sample of a batch that is there as a whole says nothing more.
+    return [f for f, key in batch if key.role == "data" or key.boundary not in whole]
+
+
+def _microbatch(finding: Finding, pairing: Pairing) -> int:
+    side, row = finding.seen_by(pairing)
+    return int(side.batch.microbatch[row])

@@ -1,0 +1,94 @@
+"""Event keys of both runs as numbers of one space.
+
+In:  a run's table of `EventKey`s.
+Out: per key, what compare asks of it, as columns: `columns.identity[batch.key]` serves all events.
+
+Two keys have one identity if they name the same boundary. dtype and shape are not part of it: they
+are values to compare. Neither is a module's class: it may be replaced and is still that module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from upguard_plugin.records import PHASES, ROLES, EventKey
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+ROLE_NUMBER = {role: number for number, role in enumerate(ROLES)}
+
+
+@dataclass(frozen=True, slots=True)
+class KeyColumns:
+    """One row per key of a table."""
+
+    keys: Sequence[EventKey]
+    identity: Ints
+    loose: Ints  # identity without operator, op and group
+    form: Ints  # dtype and shape
+    placement: Ints  # 0: not known
+    phase: Ints  # place in PHASES
+    role: Ints  # place in ROLES
+    is_operator: Bools  # an operator call; else a module, a state, a batch
+    is_collective: Bools
+    parameters: frozenset[str]  # boundaries that are parameters
+    roles: frozenset[str]
+
+
+class KeySpace:
+    """Numbers that mean the same on both sides."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {None: 0}
+        self._tables: dict[int, KeyColumns] = {}
+
+    def columns(self, keys: Sequence[EventKey]) -> KeyColumns:
+        """The columns of a table, made once as long as the table does not grow."""
+        known = self._tables.get(id(keys))
+        if known is not None and known.keys is keys and len(known.identity) == len(keys):
+            return known
+        made = KeyColumns(
+            keys,
+            self._numbered([_identity(key) for key in keys]),
+            self._numbered([("loose", *_place(key)) for key in keys]),
+            self._numbered([(key.dtype, key.shape) for key in keys]),
+            self._numbered([key.placement for key in keys]),
+            np.array([PHASE_NUMBER[key.phase] for key in keys], dtype=np.int64),
+            np.array([ROLE_NUMBER[key.role] for key in keys], dtype=np.int64),
+            np.array([is_operator(key) for key in keys], dtype=np.bool_),
+            np.array([is_collective(key) for key in keys], dtype=np.bool_),
+            frozenset(key.boundary for key in keys if key.role == "param"),
+            frozenset(key.role for key in keys),
+        )
+        self._tables[id(keys)] = made
+        return made
+
+    def _numbered(self, values: Sequence[Hashable]) -> Ints:
+        numbers = self._numbers
+        return np.array(
+            [numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64
+        )
+
+
+def is_operator(key: EventKey) -> bool:
+    """Whether the key belongs to an operator call: "aten.addmm", not a module's class name."""
+    return key.operator is not None and "." in key.operator
+
+
+def is_collective(key: EventKey) -> bool:
+    return key.op is not None or key.group is not None
+
+
+def _place(key: EventKey) -> tuple[Hashable, ...]:
+    return (key.phase, key.boundary, key.role, key.slot, key.moment)
+
+
+def _identity(key: EventKey) -> Hashable:
+    operator = key.operator if is_operator(key) else None
+    return (*_place(key), operator, key.op, None if key.group is None else key.group.ranks)

@@ -1,0 +1,205 @@
+"""What stands in the way of a comparison, and what the runs themselves differ in.
+
+In:  two runs, the selection, and what the ranks' scans counted.
+Out: sentences for the verdict's notes. A *refusal* ends the comparison before it starts; an
+     *obstacle* stands in the way of "identical" only: a divergence is proven without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from upguard_plugin.compare.run import Run
+from upguard_plugin.compare.scan import RankScan
+from upguard_plugin.compare.selection import Selection
+
+NEVER_FIRED = "never fired: "  # how a rank's note of a probe that saw no tensor begins
+_MAX_LISTED = 8
+
+
+def refusal(baseline: Run, target: Run) -> str | None:
+    """Why the two cannot be compared at all, or None."""
+    versions = (baseline.manifest.fingerprint_version, target.manifest.fingerprint_version)
+    if versions[0] != versions[1]:
+        return (
+            f"fingerprints of version {versions[0]} and {versions[1]} cannot be compared: "
+            "record one of the runs again with the other's UpGuard"
+        )
+    sizes = (baseline.manifest.world_size, target.manifest.world_size)
+    if sizes[0] != sizes[1]:
+        return (
+            f"the layouts differ: {_count(sizes[0], 'rank')} against {_count(sizes[1], 'rank')}; "
+            "only runs of one layout can be compared"
+        )
+    for rank in sorted(set(baseline.ranks) & set(target.ranks)):
+        layouts = (baseline.layout(rank), target.layout(rank))
+        if layouts[0].axes and layouts[1].axes and layouts[0] != layouts[1]:
+            named = [
+                " ".join(f"{axis.name}={axis.index}/{axis.size}" for axis in layout.axes)
+                + ("" if layout.zero_stage is None else f" zero_stage={layout.zero_stage}")
+                for layout in layouts
+            ]
+            return (
+                f"the layouts differ: rank {rank} is {named[0]} against {named[1]}; "
+                "only runs of one layout can be compared"
+            )
+    return None
+
+
+def obstacles(
+    baseline: Run, target: Run, selection: Selection, scans: Sequence[RankScan]
+) -> list[str]:
+    """Why equal events do not prove equal runs; empty if nothing stands in the way."""
+    reasons = _missing_ranks(baseline, target, selection)
+    reasons += _missing_steps(baseline, target, selection, scans)
+    placed = sum(scan.not_comparable for scan in scans)
+    if placed:
+        reasons.append(
+            f"{_count(placed, 'event')} not comparable: "
+            "the runs give these tensors other placements"
+        )
+    if scans and not any(scan.compared for scan in scans):
+        reasons.append("nothing in common: no event of the baseline has a partner in the target")
+    elif any(scan.structure for scan in scans) and not any(s.common_boundaries for s in scans):
+        reasons.append("nothing in common: only scalars, random states and batches have partners")
+    return reasons
+
+
+def _missing_ranks(baseline: Run, target: Run, selection: Selection) -> list[str]:
+    reasons = []
+    for side, run in (("baseline", baseline), ("target", target)):
+        wanted = set(run.missing_ranks)
+        if selection.ranks is not None:
+            wanted = set(selection.ranks.finite()) - set(run.ranks)
+        if wanted:
+            reasons.append(
+                f"missing ranks: the {side} lacks {_listed(sorted(wanted))} "
+                f"(found {_listed(sorted(run.ranks))}); copy the missing files, or name the ranks "
+                f"to compare: --ranks {_listed(sorted(run.ranks), ',')}"
+            )
+    one_sided = set(baseline.ranks) ^ set(target.ranks)
+    if selection.ranks is None and one_sided and not reasons:
+        reasons.append(
+            f"ranks {_listed(sorted(one_sided))} were recorded by one run only; name the ranks to "
+            f"compare: --ranks {_listed(sorted(set(baseline.ranks) & set(target.ranks)), ',')}"
+        )
+    return reasons
+
+
+def _missing_steps(
+    baseline: Run, target: Run, selection: Selection, scans: Sequence[RankScan]
+) -> list[str]:
+    reasons = []
+    for scan in scans:
+        chosen = [step for step in scan.steps.common if selection.has_step(step)]
+        if selection.steps is not None:
+            lacking = [step for step in selection.steps.finite() if step not in chosen]
+            if lacking:
+                reasons.append(
+                    f"rank {scan.rank}: steps {_listed(lacking)} were asked for, "
+                    "and not both runs have them"
+                )
+        if not chosen:
+            reasons.append(f"rank {scan.rank}: the runs have no finished step in common")
+        elif selection.steps is None or not _is_bounded(selection):
+            reasons += _ends(baseline, target, scan, len(chosen))
+    return reasons
+
+
+def _is_bounded(selection: Selection) -> bool:
+    return selection.steps is not None and None not in {last for _, last in selection.steps.ranges}
+
+
+def _ends(baseline: Run, target: Run, scan: RankScan, num_common: int) -> list[str]:
+    reasons = []
+    for side, run in (("baseline", baseline), ("target", target)):
+        end = run.end(scan.rank)
+        if not end.complete:
+            reasons.append(
+                f"incomplete: rank {scan.rank} of the {side} ended early "
+                f"({end.reason or 'no reason given'}); what was compared ends after "
+                f"{_count(num_common, 'step')}"
+            )
+    counts = (len(scan.steps.baseline), len(scan.steps.target))
+    if scan.steps.baseline.keys() != scan.steps.target.keys() and not reasons:
+        reasons.append(
+            f"rank {scan.rank}: {_count(counts[0], 'step')} in the baseline, {counts[1]} in the "
+            f"target; what was compared are the {num_common} that both have"
+        )
+    return reasons
+
+
+def is_same_program(baseline: Run, target: Run) -> bool:
+    """Equal program digests and equal environment."""
+    ours, theirs = baseline.manifest, target.manifest
+    return (
+        bool(ours.program_digest)
+        and (ours.program_digest, ours.program) == (theirs.program_digest, theirs.program)
+        and dict(ours.versions) == dict(theirs.versions)
+        and dict(ours.variables) == dict(theirs.variables)
+    )
+
+
+def differences_of_runs(baseline: Run, target: Run) -> list[str]:
+    """What the manifests and ends say that a reader of the verdict must know."""
+    ours, theirs = baseline.manifest, target.manifest
+    notes = [
+        f"environment: {text}"
+        for text in [
+            *_changed(ours.versions, theirs.versions, " "),
+            *_changed(ours.variables, theirs.variables, "="),
+        ]
+    ]
+    if ours.program != theirs.program:
+        notes.append(f"program: {ours.program!r} against {theirs.program!r}")
+    elif ours.program_digest and theirs.program_digest:
+        same = ours.program_digest == theirs.program_digest
+        notes.append("program: the same in both runs" if same else "program: the sources differ")
+    if ours.level != theirs.level:
+        notes.append(f"level: {ours.level} against {theirs.level}; compared is what both record")
+    for side, run in (("baseline", baseline), ("target", target)):
+        if run.attempts:
+            names = _listed([path.name for path in run.attempts])
+            notes.append(f"{side}: the job was restarted; {names} are runs of their own")
+        told = [*run.manifest.notes]
+        told += [note for rank in run.ranks for note in run.end(rank).notes]
+        notes += [f"{side}: {note}" for note in dict.fromkeys(told)]
+    return notes
+
+
+def scan_notes(scans: Sequence[RankScan]) -> list[str]:
+    """What the scans saw beside a divergence."""
+    notes = []
+    for scan in scans:
+        for name, step in scan.unused_scalars.items():
+            notes.append(
+                f"scalar {name} differs from step {step} on (rank {scan.rank}) and nothing behind "
+                "it does: it was recorded, and not used by the training"
+            )
+        if scan.structure is not None and scan.step is not None:
+            step, finding = scan.structure
+            pairing = scan.steps.pairing(step)
+            assert pairing is not None
+            notes.append(
+                f"structure: from step {step} on boundaries differ without a value behind them, "
+                f"first {finding.key(pairing).boundary} (rank {scan.rank})"
+            )
+    return notes
+
+
+def _changed(ours: Mapping[str, str], theirs: Mapping[str, str], between: str) -> Iterable[str]:
+    for name in sorted(ours.keys() | theirs.keys()):
+        mine, other = ours.get(name), theirs.get(name)
+        if mine != other:
+            left = f"{name}{between}{mine}" if mine is not None else f"{name} unset"
+            yield f"{left} against {'unset' if other is None else other}"
+
+
+def _listed(items: Sequence[object], comma: str = ", ") -> str:
+    shown = [str(item) for item in items[:_MAX_LISTED]]
+    more = len(items) - len(shown)
+    return (comma.join(shown) or "none") + (f" and {more} more" if more else "")
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -1,0 +1,165 @@
+"""One rank, step by step, up to the first step where the runs part.
+
+In:  the same rank of both runs.
+Out: a `RankScan`: what was compared, what differs first, and how far everything is equal.
+
+A step whose digests agree is equal and not decoded. Behind the first divergent step nothing is
+read: there everything may differ, and nothing of it is the answer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from upguard_plugin.compare.findings import Finding, find, pair_places
+from upguard_plugin.compare.keys import ROLE_NUMBER, KeySpace
+from upguard_plugin.compare.pairing import Pairing, Side, pair_step
+from upguard_plugin.compare.run import Run
+from upguard_plugin.compare.selection import Selection
+from upguard_plugin.records import LEVELS
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+_SAID_BY_ANY_RUN = [ROLE_NUMBER[role] for role in ("scalar", "rng", "data", "sample")]
+_KEPT_STEPS = 3  # the divergent step and its neighbours, from which causes are read
+
+
+class RankSteps:
+    """The steps that both runs have of one rank."""
+
+    def __init__(self, baseline: Run, target: Run, rank: int) -> None:
+        self.rank = rank
+        self._runs = (baseline, target)
+        self._space = KeySpace()
+        self._kept: OrderedDict[int, Pairing] = OrderedDict()
+        self.baseline = {entry.step: entry for entry in baseline.steps(rank)}
+        self.target = {entry.step: entry for entry in target.steps(rank)}
+        self.common = sorted(self.baseline.keys() & self.target.keys())
+
+    def pairing(self, step: int, verify: bool = False) -> Pairing | None:
+        """The step's events in pairs, or None where a run does not have the step."""
+        if step not in self.baseline or step not in self.target:
+            return None
+        if step not in self._kept:
+            baseline, target = (run.read(self.rank, step, verify=verify) for run in self._runs)
+            self._kept[step] = pair_step(baseline, target, self._space)
+            if len(self._kept) > _KEPT_STEPS:
+                self._kept.popitem(last=False)
+        return self._kept[step]
+
+    def is_first_recorded(self, step: int) -> bool:
+        return step in (min(self.baseline, default=step), min(self.target, default=step))
+
+
+@dataclass(slots=True)
+class RankScan:
+    """What the comparison of one rank found."""
+
+    rank: int
+    steps: RankSteps
+    step: int | None = None  # of the divergence
+    findings: tuple[Finding, ...] = ()  # in that step: the first, and what stands beside it
+    structure: tuple[int, Finding] | None = None  # first step and place where boundaries differ
+    unused_scalars: dict[str, int] = field(default_factory=dict)  # name -> first step
+    certified: int = 0  # events before the divergence, all equal
+    last_equal: tuple[int, int] | None = None  # step and baseline row of the last one
+    compared: int = 0
+    differ: int = 0
+    unmatched_baseline: int = 0
+    unmatched_target: int = 0
+    not_comparable: int = 0
+    filtered: int = 0
+    common_boundaries: int = 0  # pairs that are more than scalars, RNG states and batches
+
+
+def scan_rank(
+    baseline: Run, target: Run, rank: int, selection: Selection, *, verify: bool = False
+) -> RankScan:
+    """Compare one rank up to its first divergent step. Raises TraceError for damaged files."""
+    steps = RankSteps(baseline, target, rank)
+    scan = RankScan(rank, steps)
+    levels = (baseline.manifest.level, target.manifest.level)
+    benign: frozenset[int] = frozenset()
+    for step in steps.common:
+        entries = (steps.baseline[step], steps.target[step])
+        if not selection.has_step(step):
+            scan.filtered += entries[0].num_events
+            continue
+        if not verify and entries[0].digest == entries[1].digest:
+            _count_equal_step(scan, step, entries[0].num_events)
+            continue
+        whole = steps.pairing(step, verify)
+        assert whole is not None
+        pairing, chosen = _restricted(scan, whole, selection, levels)
+        found = find(pairing, chosen, benign)
+        benign = found.benign
+        for name in found.unused_scalars:
+            scan.unused_scalars.setdefault(name, step)
+        if found.structure is not None and scan.structure is None:
+            scan.structure = (step, found.structure)
+        _count_pairs(scan, step, pairing, chosen, found.divergent)
+        if found.divergent:
+            scan.step, scan.findings = step, found.divergent
+            break
+    return scan
+
+
+def _count_equal_step(scan: RankScan, step: int, num_events: int) -> None:
+    scan.compared += num_events
+    scan.certified += num_events
+    scan.common_boundaries += num_events
+    if num_events:
+        scan.last_equal = (step, num_events - 1)
+
+
+def _restricted(
+    scan: RankScan, pairing: Pairing, selection: Selection, levels: tuple[str, str]
+) -> tuple[Pairing, Bools]:
+    """The pairing without lonely events that nobody asked for, and which pairs are asked for."""
+    chosen_b = selection.has_keys(pairing.baseline.columns.keys)
+    chosen_t = selection.has_keys(pairing.target.columns.keys)
+    chosen = chosen_b[pairing.baseline.key[pairing.baseline_rows]]
+    alone_b = _wanted(pairing.baseline, pairing.baseline_alone, chosen_b, levels)
+    alone_t = _wanted(pairing.target, pairing.target_alone, chosen_t, levels)
+    scan.filtered += int((~chosen).sum())
+    scan.filtered += len(pairing.baseline_alone) - len(alone_b)
+    scan.filtered += len(pairing.target_alone) - len(alone_t)
+    return replace(pairing, baseline_alone=alone_b, target_alone=alone_t), chosen
+
+
+def _wanted(side: Side, rows: Ints, chosen: Bools, levels: tuple[str, str]) -> Ints:
+    """Rows that were asked for and that both levels of capture record."""
+    key = side.key[rows]
+    wanted = chosen[key]
+    if levels[0] != levels[1]:
+        # What only the finer level records cannot be missing in the other run.
+        coarser = min(levels, key=LEVELS.index)
+        finer_only = side.columns.is_operator[key] | (coarser == "stage")
+        wanted &= ~finer_only | side.columns.is_collective[key]
+    return rows[wanted]
+
+
+def _count_pairs(
+    scan: RankScan, step: int, pairing: Pairing, chosen: Bools, divergent: tuple[Finding, ...]
+) -> None:
+    scan.compared += int((chosen & pairing.comparable).sum())
+    scan.not_comparable += int((chosen & ~pairing.comparable).sum())
+    scan.differ += int((chosen & pairing.differs).sum())
+    scan.unmatched_baseline += len(pairing.baseline_alone)
+    scan.unmatched_target += len(pairing.target_alone)
+    key = pairing.baseline.key[pairing.baseline_rows]
+    named = ~np.isin(pairing.baseline.columns.role[key], _SAID_BY_ANY_RUN)
+    scan.common_boundaries += int(named.sum())
+    equal = np.flatnonzero(chosen & pairing.comparable & ~pairing.differs)
+    if divergent:
+        places = pair_places(pairing)
+        equal = equal[places[equal] < divergent[0].place]
+        equal = equal[np.argsort(places[equal], kind="stable")]
+    scan.certified += len(equal)
+    if len(equal):
+        scan.last_equal = (step, int(pairing.baseline_rows[equal[-1]]))

@@ -1,0 +1,178 @@
+"""A verdict as text: the answer first, then where, what, how we know, and what was covered.
+
+In:  a `Verdict`.
+Out: plain text, which reads the same on a terminal and in a log file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from upguard_plugin.verdict import Coverage, Divergence, EventRef, TensorSide, Verdict
+
+MAX_NOTES = 12  # further ones are counted; --verbose prints them all
+MAX_CONCURRENT = 5
+_WIDTH = 9
+
+
+def verdict_text(verdict: Verdict, *, verbose: bool = False) -> str:
+    """The whole report. verbose: every note, and the first divergence of each rank."""
+    lines = [headline(verdict)]
+    found = verdict.first_divergence
+    if found is not None:
+        lines += _rows(_divergence_rows(found, verdict))
+    lines += _rows(_ending_rows(verdict, verbose), indent=2)
+    if verbose and len(verdict.per_rank) > 1:
+        lines += _rows([(f"rank {d.ranks[0]}", _place(d)) for d in verdict.per_rank])
+    return "\n".join(lines)
+
+
+def headline(verdict: Verdict) -> str:
+    """The verdict in one line."""
+    found = verdict.first_divergence
+    if found is not None:
+        return f"DIVERGENT at {_when(found)}"
+    if verdict.verdict == "identical":
+        return f"IDENTICAL: all {verdict.certified.events} events that were compared are equal"
+    return f"INCOMPARABLE: {verdict.notes[0] if verdict.notes else 'nothing was compared'}"
+
+
+def _when(found: Divergence) -> str:
+    parts = [f"step {found.step}"]
+    if found.iteration is not None and found.iteration != found.step:
+        parts[0] += f" (iteration {found.iteration})"
+    if found.microbatch is not None:
+        parts.append(f"micro-batch {found.microbatch}")
+    return ", ".join([*parts, found.phase])
+
+
+def _divergence_rows(found: Divergence, verdict: Verdict) -> list[tuple[str, str]]:
+    boundary = found.boundary or "(the model)"
+    if found.operator is not None:
+        boundary += f", operator {found.operator}"
+    if found.call:
+        boundary += f", call {found.call}"
+    rows = [
+        ("boundary", boundary),
+        ("tensor", _tensor(found)),
+        ("ranks", _ranks(found, verdict)),
+        ("kind", f"{found.kind}: {found.explanation}"),
+    ]
+    if found.inputs_equal is not None or found.phase not in ("start", "data"):
+        rows.append(("inputs", _INPUTS[found.inputs_equal]))
+    if found.group is not None:
+        members = ", ".join(map(str, found.group.ranks))
+        seq = "" if found.group.seq is None else f", collective {found.group.seq} of it"
+        rows.append(("group", f"{found.group.name} (ranks {members}){seq}"))
+    rows += [("baseline", _side(found.baseline)), ("target", _side(found.target))]
+    if found.distance is not None:
+        rows.append(("distance", _distance(found)))
+    if found.producer is not None:
+        rows.append(("producer", _event(found.producer)))
+    if found.source is not None:
+        rows.append(("source", f"{found.source.file}:{found.source.line}"))
+    return rows
+
+
+_INPUTS = {
+    True: "equal, so this is the origin",
+    False: "not equal, but outside of what was compared",
+    None: "not recorded as such; every recorded event before it is equal",
+}
+
+
+def _tensor(found: Divergence) -> str:
+    side = found.baseline or found.target
+    assert side is not None
+    moment = "" if found.moment is None else f" at {found.moment}"
+    return f"{found.role} {found.slot}{moment}, {side.dtype} {side.shape}"
+
+
+def _side(side: TensorSide | None) -> str:
+    if side is None:
+        return "no such event"
+    value = "" if side.value is None else f" = {side.value!r}"
+    return f"{side.fingerprint}{value} {side.dtype} {side.shape}"
+
+
+def _ranks(found: Divergence, verdict: Verdict) -> str:
+    here = ", ".join(map(str, found.ranks))
+    later = sorted({rank for d in verdict.per_rank for rank in d.ranks} - set(found.ranks))
+    size = verdict.baseline.layout.get("world_size", len(found.ranks))
+    if size == 1:
+        return here
+    text = f"{here} {'differs' if len(found.ranks) == 1 else 'differ'}"
+    if later:
+        text += f"; {', '.join(map(str, later))} {'differs' if len(later) == 1 else 'differ'} later"
+    return text
+
+
+def _distance(found: Divergence) -> str:
+    assert found.distance is not None
+    eps = found.distance.in_eps
+    text = f"{found.distance.relative_l2:.3g} of its norm"
+    if eps is not None:
+        text += f", {eps:.3g} epsilons"
+    return text + (" (estimated)" if found.distance.estimated else "")
+
+
+def _place(found: Divergence) -> str:
+    where = f"{found.boundary or '(the model)'} {found.role} {found.slot}"
+    return f"{_when(found)}: {where} ({found.kind})"
+
+
+def _event(event: EventRef) -> str:
+    microbatch = "" if event.microbatch is None else f", micro-batch {event.microbatch}"
+    return (
+        f"{event.boundary or '(the model)'} {event.role} {event.slot} "
+        f"(step {event.step}{microbatch}, {event.phase}, rank {event.rank})"
+    )
+
+
+def _ending_rows(verdict: Verdict, verbose: bool) -> list[tuple[str, str]]:
+    rows = []
+    others = verdict.concurrent if verbose else verdict.concurrent[:MAX_CONCURRENT]
+    for place, other in enumerate(others):
+        rows.append(("also" if place == 0 else "", f"{_place(other)} on ranks {other.ranks}"))
+    if len(others) < len(verdict.concurrent):
+        rows.append(("", f"and {len(verdict.concurrent) - len(others)} more (--verbose)"))
+    if verdict.certified.last is not None:
+        rows.append(("certified", _certified(verdict)))
+    rows.append(("coverage", _coverage(verdict.coverage)))
+    notes = verdict.notes[1:] if verdict.verdict == "incomparable" else verdict.notes
+    shown = notes if verbose else notes[:MAX_NOTES]
+    rows += [("note", note) for note in shown]
+    if len(shown) < len(notes):
+        rows.append(("note", f"and {len(notes) - len(shown)} more (--verbose)"))
+    return rows
+
+
+def _certified(verdict: Verdict) -> str:
+    events, last = verdict.certified.events, verdict.certified.last
+    assert last is not None
+    if verdict.first_divergence is None:
+        return f"{events} events are equal, bit by bit"
+    return f"{events} events before it are equal, bit by bit; the last is {_event(last)}"
+
+
+def _coverage(coverage: Coverage) -> str:
+    unmatched = coverage.unmatched_baseline + coverage.unmatched_target
+    parts = [f"{coverage.compared} compared", f"{coverage.differ} differ", f"{unmatched} unmatched"]
+    if unmatched:
+        parts[-1] += (
+            f" ({coverage.unmatched_baseline} in the baseline, "
+            f"{coverage.unmatched_target} in the target)"
+        )
+    for number, what in (
+        (coverage.not_comparable, "not comparable"),
+        (coverage.filtered, "filtered out"),
+        (coverage.noise, "noise"),
+        (coverage.never_fired, "probes never fired"),
+    ):
+        if number:
+            parts.append(f"{number} {what}")
+    return ", ".join(parts)
+
+
+def _rows(rows: Sequence[tuple[str, str]], indent: int = 4) -> list[str]:
+    return [f"{' ' * indent}{name:<{_WIDTH}}  {text}".rstrip() for name, text in rows]

@@ -1,0 +1,214 @@
+"""The verdict as it leaves the house: schema `upguard.verdict/1`, and one event as `show` gives it.
+
+In:  what compare found, as plain values.
+Out: `Verdict.model_dump_json(by_alias=True)`; `python -m upguard_plugin.verdict` prints its JSON
+     schema, which is kept in docs/verdict.schema.json.
+
+It sits beside records.py: compare fills these models, report prints them, and neither knows the
+other. Loading pydantic takes 0.15 s, so nothing imports this file before a verdict is due.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from upguard_plugin.errors import EXIT_DIVERGENT, EXIT_IDENTICAL, EXIT_INCOMPARABLE
+
+Word = Literal["identical", "divergent", "incomparable"]
+Kind = Literal[
+    "data",
+    "rng",
+    "init",
+    "forward",
+    "backward",
+    "collective",
+    "optimizer",
+    "structure",
+    "nondeterminism",
+]
+
+EXIT_CODES: dict[Word, int] = {
+    "identical": EXIT_IDENTICAL,
+    "divergent": EXIT_DIVERGENT,
+    "incomparable": EXIT_INCOMPARABLE,
+}
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunSide(_Model):
+    """One of the two runs."""
+
+    path: str
+    run_id: str
+    layout: dict[str, int] = Field(description="sizes of the parallel axes, world_size first")
+
+
+class TensorSide(_Model):
+    """A tensor as one run saw it."""
+
+    dtype: str
+    shape: list[int] = Field(description="of the rank's tensor")
+    fingerprint: str = Field(description="16 hexadecimal digits")
+    value: float | None = Field(default=None, description="of a scalar, where it was kept")
+
+
+class EventRef(_Model):
+    """Names one event, by which it is found in the trace."""
+
+    step: int
+    rank: int
+    microbatch: int | None
+    phase: str
+    boundary: str
+    operator: str | None
+    role: str
+    slot: str
+    call: int
+
+
+class GroupRef(_Model):
+    """The process group of a collective. Its identity is its rank list."""
+
+    name: str
+    ranks: list[int]
+    seq: int | None = Field(description="n-th collective of the group")
+
+
+class Distance(_Model):
+    """How far apart the two tensors are, from their sketches."""
+
+    relative_l2: float
+    in_eps: float | None = Field(description="relative_l2 in epsilons of the dtype")
+    estimated: bool
+
+
+class SourceRef(_Model):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+
+
+class Divergence(_Model):
+    """A boundary where the runs differ although everything before it is equal."""
+
+    step: int
+    microbatch: int | None
+    phase: str
+    kind: Kind
+    boundary: str
+    operator: str | None
+    role: str
+    slot: str
+    call: int
+    ranks: list[int] = Field(description="ranks where this boundary differs first")
+    iteration: int | None
+    moment: str | None
+    inputs_equal: bool | None = Field(description="null: its inputs were not recorded")
+    group: GroupRef | None
+    baseline: TensorSide | None = Field(description="null: the baseline has no such event")
+    target: TensorSide | None = Field(description="null: the target has no such event")
+    distance: Distance | None
+    producer: EventRef | None = Field(description="the event that wrote this storage last")
+    source: SourceRef | None
+    explanation: str = Field(description="one sentence")
+
+
+class Tainted(_Model):
+    """The region in which sums were taken in another order. Set across layouts only."""
+
+    origin: EventRef = Field(alias="from")
+    boundaries: int
+    largest_in_eps: float
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class Certified(_Model):
+    """Everything before the first divergence, all bit-equal."""
+
+    events: int
+    last: EventRef | None
+
+
+class Coverage(_Model):
+    """What was and was not compared, in events of all ranks.
+
+    Behind a rank's first divergent step nothing is compared.
+    """
+
+    compared: int = Field(description="pairs of events that were compared, equal or not")
+    differ: int = Field(description="pairs among them that differ: a divergence and what it led to")
+    unmatched_baseline: int
+    unmatched_target: int
+    not_comparable: int
+    filtered: int
+    noise: int
+    never_fired: int = Field(description="probes that never saw a tensor, as the runs noted them")
+
+
+class Verdict(_Model):
+    """The answer to `upguard compare BASELINE TARGET`."""
+
+    schema_: Literal["upguard.verdict/1"] = Field(default="upguard.verdict/1", alias="schema")
+    verdict: Word
+    baseline: RunSide
+    target: RunSide
+    first_divergence: Divergence | None
+    concurrent: list[Divergence] = Field(description="further minimal divergences")
+    tainted: Tainted | None
+    per_rank: list[Divergence] = Field(description="the first divergence of each rank")
+    certified: Certified
+    coverage: Coverage
+    notes: list[str] = Field(description="of an incomparable verdict, the first is the reason")
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
+
+    def to_json(self) -> str:
+        """Indented JSON, as `--format json` prints it."""
+        return self.model_dump_json(by_alias=True, indent=2)
+
+
+class SeenEvent(_Model):
+    """One event as `upguard show` prints it."""
+
+    step: int
+    iteration: int | None
+    rank: int
+    microbatch: int | None
+    phase: str
+    seq: int
+    boundary: str
+    operator: str | None
+    role: str
+    slot: str
+    moment: str | None
+    call: int
+    dtype: str
+    shape: list[int]
+    placement: str | None
+    fingerprint: str
+    value: float | None
+    group: GroupRef | None
+    op: str | None
+    source: SourceRef | None
+
+
+def json_schema() -> str:
+    """The JSON schema of `Verdict`, as docs/verdict.schema.json holds it."""
+    schema = Verdict.model_json_schema(by_alias=True, mode="serialization")
+    return json.dumps({"$id": "upguard.verdict/1", **schema}, indent=2)
+
+
+if __name__ == "__main__":
+    print(json_schema())
