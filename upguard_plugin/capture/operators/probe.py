@@ -114,8 +114,7 @@ class OperatorProbe(TorchDispatchMode):
         if operator.is_random:
             self._record_generator(running, args, kwargs)
         for argument in arguments:
-            tensor = argument.tensor
-            if not is_tracked(tensor) or self._storages.of(tensor).initialised:
+            if self._has_value(operator, argument):
                 moment = "before" if argument.key in operator.written else None
                 self._record(running, argument, "input", moment)
         return running
@@ -162,6 +161,15 @@ class OperatorProbe(TorchDispatchMode):
         boundary = place.boundary or OUTSIDE
         call = self._position.next_call(f"{boundary} {operator.name} {phase}")
         return Running(operator, place, phase, call, owners)
+
+    def _has_value(self, operator: Operator, argument: Argument) -> bool:
+        """Whether an argument holds a value of the run when the operator begins."""
+        if not is_tracked(argument.tensor):
+            return True
+        storage = self._storages.of(argument.tensor)
+        if argument.key in operator.written and isinstance(argument.key, str):
+            return storage.writer != NONE  # out=: memory that may never have been written
+        return storage.initialised
 
     def _place(self, arguments: list[Argument]) -> tuple[Place, str]:
         """Where in the program, and in which phase, the operator runs."""
