@@ -16,11 +16,16 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from upguard_plugin.integrations.attach import attach
+
+if TYPE_CHECKING:
+    from upguard_plugin.capture.guard import Guard
 
 
 def watch() -> Callable[[], None]:
@@ -42,14 +47,14 @@ class _Watch:
         self._original_init, self._original_call = Optimizer.__init__, nn.Module.__call__
         self._init, self._call = self._watched_init(), self._watched_call()
         Optimizer.__init__ = self._init  # type: ignore[method-assign]
-        nn.Module.__call__ = self._call
+        nn.Module.__call__ = self._call  # type: ignore[method-assign]
 
     def end(self) -> None:
         self._waiting = False
         if Optimizer.__init__ is self._init:
             Optimizer.__init__ = self._original_init  # type: ignore[method-assign]
         if nn.Module.__call__ is self._call:
-            nn.Module.__call__ = self._original_call
+            nn.Module.__call__ = self._original_call  # type: ignore[method-assign]
 
     def _watched_init(self) -> Callable[..., None]:
         original = self._original_init
@@ -119,7 +124,7 @@ def find_models(
     }
     around = [m for m in outer if any(inside is called for inside in m.modules())]
     # Of two wrappers around one model the narrower one is the model, the wider some holder of it.
-    around.sort(key=lambda m: (m is not called, len(owned[id(m)])))
+    around.sort(key=lambda m: len(owned[id(m)]))
     first = around[:1] or [called]
     others = [m for m in outer if owned[id(m)] and m is not first[0]]
     others.sort(key=lambda m: (min(order[place] for place in owned[id(m)]), -len(owned[id(m)])))
@@ -145,19 +150,24 @@ class _Loop:
 
     def record(self, first: nn.Module) -> None:
         """Begin to record. `first` is the module that is about to run."""
-        from upguard_plugin.capture.guard import enable  # slow to load, and rarely needed
-
-        several = len(self._optimizers) > 1
-        optimizer = self._optimizers if several else self._optimizers[0]
-        self._guard = enable(self._models if len(self._models) > 1 else self._models[0], optimizer)
+        guard = attach(self._make_guard, "this training loop")
+        if guard is None:
+            return
+        self._guard = guard
         watched = self._models if any(m is first for m in self._models) else [*self._models, first]
         for module in watched:
             # First in line: the module's own hooks must already see the new micro-batch.
             module.register_forward_pre_hook(self._on_forward, prepend=True)
-        for each in self._optimizers:
-            each.register_step_post_hook(self._on_several_step if several else self._on_step)
+        several = len(self._optimizers) > 1
+        for optimizer in self._optimizers:
+            optimizer.register_step_post_hook(self._on_several_step if several else self._on_step)
         if several:
             atexit.register(self._end_step)
+
+    def _make_guard(self) -> Guard:
+        from upguard_plugin.capture.guard import enable  # slow to load, and rarely needed
+
+        return enable(_one_or_all(self._models), _one_or_all(self._optimizers))
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
         if not (torch.is_grad_enabled() and module.training):
@@ -183,3 +193,8 @@ class _Loop:
             self._microbatch = 0
             self._called.clear()
             self._guard.step()
+
+
+def _one_or_all(things: list[Any]) -> Any:
+    """A single model has no number before its names."""
+    return things if len(things) > 1 else things[0]

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from upguard_plugin.integrations.wraps import wrap
 
 from upguard_plugin.capture.guard import Guard
+from upguard_plugin.integrations.wraps import wrap
 
 
 class Recorded:

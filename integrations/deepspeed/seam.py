@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from upguard_plugin.errors import UsageError
+from upguard_plugin.integrations.attach import attach, say
 from upguard_plugin.integrations.deepspeed.block import KEY, find_settings, read_config
 from upguard_plugin.integrations.wraps import wrap
 
-from upguard_plugin.errors import UpGuardError, UsageError
+if TYPE_CHECKING:
+    from upguard_plugin.capture.guard import Guard
 
 MIN_VERSION = (0, 15)
 
@@ -73,12 +75,7 @@ class _Seam:
             result = original(*args, **kwargs)
         finally:
             self._is_initializing = False
-        try:
-            self._record(result[0], settings)
-        except UpGuardError:
-            raise
-        except Exception as error:  # our failure, not the training's
-            _say(f"cannot record this DeepSpeed engine: {error!r}")
+        self._record(result[0], settings)
         return result
 
     def _make_engine(
@@ -86,26 +83,31 @@ class _Seam:
     ) -> None:
         original(engine, *args, **kwargs)
         if not self._is_initializing and _asks_for_us(engine):
-            _say("not recorded: this engine was not made by deepspeed.initialize, so its block")
-            _say(f'"{KEY}" has no effect; call upguard_plugin.enable(engine.module, optimizer)')
+            say("not recorded: this engine was not made by deepspeed.initialize, so its block")
+            say(f'"{KEY}" has no effect; call upguard_plugin.enable(engine.module, optimizer)')
 
     def _record(self, engine: Any, settings: Any) -> None:
         # Slow to load, and only now needed: this module is imported with every deepspeed.
-        from upguard_plugin.integrations.deepspeed.engine import EngineWraps
-
         from upguard_plugin.capture.guard import enable
+        from upguard_plugin.integrations.deepspeed.engine import EngineWraps
         from upguard_plugin.records import Layout
 
         if self._engines is not None and len(self._engines):
-            _say("not recorded: a second DeepSpeed engine in one process; the first one is")
+            say("not recorded: a second DeepSpeed engine in one process; the first one is")
             return
         if self._engines is None:
             pipeline = getattr(self._deepspeed, "PipelineEngine", None)
             self._engines = EngineWraps(self._deepspeed.DeepSpeedEngine, pipeline)
-        optimizer = getattr(engine, "basic_optimizer", None) or engine.optimizer
-        layout = Layout(zero_stage=engine.zero_optimization_stage())
-        guard = enable(engine.module, optimizer, settings, layout=layout)
-        self._engines.record(engine, guard)
+        engines = self._engines
+
+        def make_guard() -> Guard:
+            optimizer = getattr(engine, "basic_optimizer", None) or engine.optimizer
+            layout = Layout(zero_stage=engine.zero_optimization_stage())
+            guard = enable(engine.module, optimizer, settings, layout=layout)
+            engines.record(engine, guard)
+            return guard
+
+        attach(make_guard, "this DeepSpeed engine")
 
 
 def check_version(version: str) -> None:
@@ -122,7 +124,3 @@ def _asks_for_us(engine: Any) -> bool:
     content = read_config(getattr(engine._config, "_param_dict", None))
     block = content.get(KEY)
     return isinstance(block, Mapping) and block.get("enabled", True) is True
-
-
-def _say(text: str) -> None:
-    print(f"upguard: {text}", file=sys.stderr, flush=True)

@@ -198,7 +198,9 @@ def test_a_disk_that_fills_up_in_any_file_leaves_whole_steps(run, monkeypatch, f
     recorder.write(make_batch(0, keys))
     keys += make_keys(20)[4:]
     full = (
-        next(iter(recorder._segments.values())).file if file == "segment" else recorder.__dict__[file]
+        next(iter(recorder._segments.values())).file
+        if file == "segment"
+        else recorder.__dict__[file]
     )
     write = os.write
 

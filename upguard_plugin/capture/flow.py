@@ -22,8 +22,10 @@ from upguard_plugin.capture.shield import shielded
 from upguard_plugin.trace.batch import NONE
 
 if TYPE_CHECKING:
+    from upguard_plugin.capture.boundaries import Boundary
     from upguard_plugin.capture.guard import Guard
     from upguard_plugin.capture.modules import Call
+    from upguard_plugin.records import Placement
 
 _OF_GRADIENT = {"input": "grad_input", "output": "grad_output"}
 
@@ -32,8 +34,7 @@ _OF_GRADIENT = {"input": "grad_input", "output": "grad_output"}
 class Crossing:
     """A tensor at a boundary in forward: where the event of its gradient will belong."""
 
-    boundary: str
-    operator: str
+    boundary: Boundary
     role: str  # grad_input or grad_output
     slot: str
     call: int
@@ -59,26 +60,38 @@ class Flow:
         self.backward_microbatch = NONE  # of the forward whose gradients are flowing
         self._guard = guard
         self._seen: dict[int, Seen] = {}
+        self._kinds: dict[tuple, tuple[int, Placement | None]] = {}
 
     def record(self, call: Call, role: str, slot: str, tensor: torch.Tensor) -> None:
         """Record a tensor at a boundary, and have its gradient recorded when it comes."""
         boundary = call.boundary
+        key, placement = self._kind_of(boundary, call.phase, role, slot, tensor)
         seen = self._seen_of(tensor)
-        seq = self.recorder.record(
-            boundary.name, tensor, role=role, slot=slot, phase=call.phase,
-            operator=boundary.operator, source=boundary.source,
-            placement=self._guard.placement(boundary.name, role, slot, tensor),
-            call=call.number, microbatch=call.microbatch,
-            producer=seen.writer if role == "input" else NONE,
+        seq = self.recorder.record_as(
+            key, tensor, placement, call.microbatch, call.number,
+            seen.writer if role == "input" else NONE,
         )  # fmt: skip
         if role == "output":
             seen.writer = seq
-        if call.grad and tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter):
-            crossing = Crossing(
-                boundary.name, boundary.operator, _OF_GRADIENT[role], slot, call.number,
-                call.microbatch,
-            )  # fmt: skip
+        if call.grad and tensor.requires_grad and not (tensor.is_leaf and _is_parameter(tensor)):
+            role = _OF_GRADIENT[role]
+            crossing = Crossing(boundary, role, slot, call.number, call.microbatch)
             self._watch(tensor, seen, crossing)
+
+    def _kind_of(
+        self, boundary: Boundary, phase: str, role: str, slot: str, tensor: torch.Tensor
+    ) -> tuple[int, Placement | None]:
+        """The recorder's key for such a tensor there, and its placement."""
+        kind = (boundary.name, phase, role, slot, tensor.dtype, tensor.shape)
+        known = self._kinds.get(kind)
+        if known is None:
+            placement = self._guard.placement(boundary.name, role, slot, tensor)
+            key = self.recorder.key_of(
+                boundary.name, tensor, role=role, slot=slot, phase=phase,
+                operator=boundary.operator, placement=placement, source=boundary.source,
+            )  # fmt: skip
+            known = self._kinds[kind] = (key, placement)
+        return known
 
     def begin_step(self) -> None:
         """Forget the tensors of the step before."""
@@ -117,26 +130,33 @@ class Flow:
             return
         self.backward_microbatch = crossings[-1].microbatch
         self._guard.position.phase = "backward"
-        first = NONE
+        same, placed = NONE, None
         for crossing in reversed(crossings):  # the consumer passes a gradient before the producer
-            first = self._record_gradient(crossing, grad, first)
+            if grad is None:
+                self._record_missing(crossing)
+                continue
+            key, placement = self._kind_of(
+                crossing.boundary, "backward", crossing.role, crossing.slot, grad
+            )
+            same = self.recorder.record_as(
+                key, grad, placement, crossing.microbatch, crossing.call,
+                same_as=same if placement is placed else NONE,
+            )  # fmt: skip
+            placed = placement
         if is_leaf:  # the hook stays; the next micro-batch brings its own crossings
             crossings.clear()
 
-    def _record_gradient(self, crossing: Crossing, grad: torch.Tensor | None, same: int) -> int:
-        """same: the event that took this very gradient's fingerprint already, or NONE."""
-        at = {
-            "role": crossing.role, "slot": crossing.slot, "phase": "backward",
-            "operator": crossing.operator, "call": crossing.call,
-            "microbatch": crossing.microbatch,
-        }  # fmt: skip
-        if grad is None:
-            return self.recorder.record_value(crossing.boundary, None, **at)
-        placement = self._guard.placement(crossing.boundary, crossing.role, crossing.slot, grad)
-        return self.recorder.record(
-            crossing.boundary, grad, placement=placement,
-            same_as=same if placement is None else NONE, **at,
+    def _record_missing(self, crossing: Crossing) -> None:
+        boundary = crossing.boundary
+        self.recorder.record_value(
+            boundary.name, None, role=crossing.role, slot=crossing.slot, phase="backward",
+            operator=boundary.operator, call=crossing.call, microbatch=crossing.microbatch,
         )  # fmt: skip
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Parameters' gradients are recorded where they are accumulated."""
+    return isinstance(tensor, torch.nn.Parameter)
 
 
 def _release(seen: Seen) -> None:

@@ -14,7 +14,6 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -22,23 +21,22 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from upguard_plugin.capture.collectives import CollectiveProbe
+from upguard_plugin.capture.collectives.owners import ParameterOwner
+from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
+from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.recorder import Recorder
 from upguard_plugin.capture.run import find_rank, open_run
 from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
-
-try:  # these land with their own change
-    from upguard_plugin.capture.data import DataProbe
-    from upguard_plugin.capture.state import StateProbe
-except ModuleNotFoundError:
-    DataProbe = StateProbe = None  # type: ignore[assignment,misc]
 
 Many = Sequence[Any] | Any
 
@@ -113,6 +111,8 @@ class Guard:
         self.names = names
         self.probes: list[Probe] = []
         self._placements = placements
+        self._states = StateProbe(self)
+        self._batches = DataProbe(self)
         self._begun = False  # whether the state at the start of this step has been recorded
         self._closed = False
         self._pid = os.getpid()
@@ -125,11 +125,13 @@ class Guard:
 
     def attach(self) -> None:
         """Hook all probes of the config's level in."""
-        self._states = StateProbe(self) if StateProbe else None
-        self._batches = DataProbe(self) if DataProbe else None
         # In this order: a root module's batch is recorded before its own events.
-        probes = (self._states, self._batches, ModuleProbe(self))
-        self.probes = [probe for probe in probes if probe is not None]
+        self.probes = [self._states, self._batches, ModuleProbe(self)]
+        if torch.distributed.is_available() and not CollectiveProbe.in_use():
+            owners = [ParameterOwner(self.names.parameters)]
+            self.probes.append(CollectiveProbe(self.recorder, owners=owners))
+        if self.config.level == "op":
+            self.probes.append(OperatorProbe(self))
         for probe in self.probes:
             probe.attach()
         atexit.register(self._close_at_exit)
@@ -146,8 +148,8 @@ class Guard:
         if self._begun or not self.recorder.active:
             return
         self._begun = True
-        with self.position.outside_microbatches("start") if self._states else nullcontext():
-            self._states and self._states.record_start()
+        with self.position.outside_microbatches("start"):
+            self._states.record_start()
 
     @shielded
     def step(self, *, iteration: int | None = None, mark: str | None = None) -> None:
@@ -157,7 +159,7 @@ class Guard:
         """
         if iteration is not None:
             self.position.iteration = iteration
-        if self._begun and self._states:
+        if self._begun:
             self._states.record_end()
         self._begun = False
         self.recorder.finish_step(mark=mark)
@@ -175,7 +177,7 @@ class Guard:
         """
         if self.recorder.active:
             self.begin_step_if_needed()
-            self._batches and self._batches.record(name, tensor, batch_dim)
+            self._batches.record(name, tensor, batch_dim)
 
     @shielded
     def scalar(self, name: str, value: float | torch.Tensor) -> None:
@@ -186,7 +188,7 @@ class Guard:
         if not self.recorder.active:
             return
         self.begin_step_if_needed()
-        call = self.position.next_call(name)
+        call = self.position.next_call(f"{name}:scalar")
         if not isinstance(value, torch.Tensor):
             self.recorder.record_number(name, value, call=call)
             return

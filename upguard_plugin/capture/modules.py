@@ -93,6 +93,7 @@ class ModuleProbe:
             return
         call = self._begin(boundary, module)
         self._stack.append(call)
+        self._position.module = boundary.name
         if not boundary.recorded:
             return
         opaque: set[str] = set()
@@ -179,17 +180,20 @@ class ModuleProbe:
 
     def _end(self, boundary: Boundary) -> Call | None:
         """Take the call off the stack, and all that an exception left above it."""
+        if self._stack and self._stack[-1].boundary is boundary:
+            return self._stack.pop()
         for place in range(len(self._stack) - 1, -1, -1):
             if self._stack[place].boundary is boundary:
                 call = self._stack[place]
                 del self._stack[place:]
+                self._position.module = self._stack[-1].boundary.name if self._stack else ""
                 return call
         return None
 
     def _record(self, call: Call, role: str, leaves: Leaves) -> None:
         boundary, flow = call.boundary, self._flow
         for slot, leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
+            if type(leaf) is torch.Tensor or isinstance(leaf, torch.Tensor):
                 flow.record(call, role, slot, leaf)
             else:
                 self.recorder.record_value(

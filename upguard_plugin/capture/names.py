@@ -11,6 +11,7 @@ of the user's `tied` list); its other names are its aliases.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -34,11 +35,12 @@ Models = tuple[tuple[str, nn.Module], ...]
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether the module only forwards to the one inside, under a name that is dropped."""
-    if type(module).__name__ not in _WRAPPER_CLASSES and not any(
-        base.__name__ in _WRAPPER_CLASSES for base in type(module).__mro__
-    ):
-        return False
-    return any(name in WRAPPERS for name in module._modules)
+    return _is_wrapper_class(type(module)) and not WRAPPERS.isdisjoint(module._modules)
+
+
+@lru_cache(maxsize=4096)
+def _is_wrapper_class(cls: type) -> bool:
+    return any(base.__name__ in _WRAPPER_CLASSES for base in cls.__mro__)
 
 
 class ParameterNames:

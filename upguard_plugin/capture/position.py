@@ -24,6 +24,7 @@ class Position:
     iteration: int | None = None
     microbatch: int = NONE
     phase: str = "start"
+    module: str = ""  # the innermost module whose forward is running
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @contextmanager

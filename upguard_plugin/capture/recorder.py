@@ -21,7 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from upguard_plugin.capture.deferred import DeferredRows, Ticket
 from upguard_plugin.capture.position import Position
+from upguard_plugin.capture.storages import Storages, is_tracked, look
 from upguard_plugin.capture.tensors import as_bytes
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue, Hashes
@@ -62,8 +64,11 @@ class Recorder:
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
+        self.at_work = False  # operators that run now are ours, not the training's
+        self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._writer = writer
         self._queue = queue_
+        self._deferred = DeferredRows(FingerprintQueue(), writer.note)
         self._lock = threading.RLock()
         self._ids: dict[tuple[Any, ...], int] = {}
         self._keys: list[EventKey] = []
@@ -108,24 +113,93 @@ class Recorder:
         """
         if role in self._left_out:
             return NONE
-        position = self.position
         parts = (
-            boundary, phase or position.phase, role, slot, tensor.dtype, tensor.shape,
+            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
             operator, moment, placement, group, op, source,
         )  # fmt: skip
         with self._lock:
+            seq = self.record_as(
+                self._key_of(parts), tensor, placement, microbatch, call, producer, same_as
+            )
+            if seq != NONE and wire is not None:
+                self._wires.append((seq - self._first_seq, wire))
+            if seq != NONE and value is not None:
+                self._values.append((seq - self._first_seq, value))
+            return seq
+
+    def key_of(
+        self, boundary: str, tensor: torch.Tensor, *, role: str, slot: str, phase: str,
+        operator: str | None, placement: Placement | None, source: Source | None = None,
+    ) -> int:  # fmt: skip
+        """The number under which events of this kind are recorded; NONE for a role left out.
+
+        For call sites that see the same kind of event many times: `record_as` is half of `record`.
+        """
+        if role in self._left_out:
+            return NONE
+        parts = (
+            boundary, phase, role, slot, tensor.dtype, tensor.shape,
+            operator, None, placement, None, None, source,
+        )  # fmt: skip
+        with self._lock:
+            return self._key_of(parts)
+
+    def record_as(
+        self, key: int, tensor: torch.Tensor, placement: Placement | None = None,
+        microbatch: int | None = None, call: int = 0, producer: int = NONE, same_as: int = NONE,
+    ) -> int:  # fmt: skip
+        """As `record`, with all that does not change given as a `key_of` this kind of tensor."""
+        if key == NONE:
+            return NONE
+        with self._lock:
             if same_as >= self._first_seq:
-                taken = self._rows[(same_as - self._first_seq + 1) * len(_FIELDS) - 1]
+                taken, writer = self._rows[(same_as - self._first_seq + 1) * len(_FIELDS) - 1], NONE
             else:
-                taken = self._put(boundary, tensor, placement)
+                taken, writer = self._fingerprint(self._keys[key].boundary, tensor, placement)
             if taken == NONE:
                 return NONE
-            row = self._add_row(parts, microbatch, call, producer, taken)
+            producer = writer if producer == NONE else producer
+            return self._first_seq + self._add_row(key, microbatch, call, producer, taken)
+
+    def reserve(
+        self,
+        boundary: str,
+        tensor: torch.Tensor,
+        *,
+        role: str,
+        slot: str = "0",
+        phase: str | None = None,
+        operator: str | None = None,
+        moment: str | None = None,
+        placement: Placement | None = None,
+        call: int = 0,
+        group: Group | None = None,
+        op: str | None = None,
+        wire: Wire | None = None,
+        source: Source | None = None,
+    ) -> Ticket:
+        """Add the event of a tensor whose contents are not valid yet; they are not read.
+
+        The event stands here in program order; `fill` or `cancel` must follow, from any thread.
+        """
+        parts = (
+            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            operator, moment, placement, group, op, source,
+        )  # fmt: skip
+        with self._lock:
+            taken = self._queue.put_words(0)
+            row = self._add_row(self._key_of(parts), None, call, NONE, taken)
             if wire is not None:
                 self._wires.append((row, wire))
-            if value is not None:
-                self._values.append((row, value))
-            return self._first_seq + row
+            return self._deferred.reserve(row, boundary, placement)
+
+    def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
+        """Take the fingerprint of `tensor` now for a reserved event, as `record` does."""
+        self._deferred.fill(ticket, tensor)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Say that a reserved event will never have its tensor; a note in the trace names it."""
+        self._deferred.cancel(ticket)
 
     def record_many(
         self,
@@ -152,7 +226,7 @@ class Recorder:
                     boundary, phase, role, slot, tensor.dtype, tensor.shape,
                     operator, None, placement, None, None, None,
                 )  # fmt: skip
-                self._add_row(parts, None, 0, NONE, taken)
+                self._add_row(self._key_of(parts), None, 0, NONE, taken)
 
     def record_bytes(
         self, boundary: str, data: bytes, *, role: str, slot: str = "0", dtype: str = "uint8",
@@ -168,7 +242,9 @@ class Recorder:
         )  # fmt: skip
         with self._lock:
             taken = self._queue.put_bytes(data)
-            return self._first_seq + self._add_row(parts, microbatch, call, NONE, taken)
+            return self._first_seq + self._add_row(
+                self._key_of(parts), microbatch, call, NONE, taken
+            )
 
     def record_number(
         self, boundary: str, value: float, *, role: str = "scalar", slot: str = "0",
@@ -211,10 +287,9 @@ class Recorder:
     def finish_step(self, *, mark: str | None = None) -> None:
         """Close the step: one device-to-host copy, one batch to the writer, on to the next step."""
         with self._lock:
-            batch = self._take_batch(mark)
+            batches = self._deferred.close_step(self._take_batch(mark))
             self.position.next_step()
-        if batch is not None and not self.failure:
-            self._batches.put(batch)
+        self._send(batches)
 
     def select(self, recorded: bool) -> None:
         """Say whether the step that begins is to be recorded."""
@@ -233,17 +308,41 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is finished, then end the trace. An unfinished step is not written."""
+        self._send(self._deferred.close())
         self._batches.put(None)
         self._thread.join()
         self._writer.close(self.failure)
 
+    def _send(self, batches: Iterable[EventBatch]) -> None:
+        for batch in batches:
+            if not self.failure:
+                self._batches.put(batch)
+
+    def _fingerprint(
+        self, boundary: str, tensor: torch.Tensor, placement: Placement | None
+    ) -> tuple[int, int]:
+        """The slot of the tensor's fingerprint, and the seq of the event that wrote it last."""
+        if self.storages is None or not is_tracked(tensor):
+            return self._put(boundary, tensor, placement), NONE
+        storage = self.storages.of(tensor)
+        view = (look(tensor), id(placement))
+        slot = storage.known.get(view)
+        if slot is None or self.storages.is_due():
+            slot = self._put(boundary, tensor, placement)
+            if storage.in_sight and slot != NONE:
+                storage.known[view] = slot
+        return slot, storage.writer
+
     def _put(self, boundary: str, tensor: torch.Tensor, placement: Placement | None) -> int:
         """The slot of the tensor's fingerprint, or NONE, noted, if it can have none."""
+        self.at_work = True
         try:
             return self._queue.put(tensor, placement)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {boundary} was not recorded: {error.sentence}")
             return NONE
+        finally:
+            self.at_work = False
 
     def _put_many(self, entries: Sequence[Entry]) -> Sequence[int]:
         try:
@@ -251,29 +350,30 @@ class Recorder:
         except UnsupportedTensorError:  # nothing was taken; find out which it was
             return [self._put(*entry) for entry in entries]
 
-    def _add_row(
-        self, parts: tuple[Any, ...], microbatch: int | None, call: int, producer: int, taken: int
-    ) -> int:
-        # Placements and groups are long tuples, too slow to hash for every event; the key table
-        # keeps each of them alive, so its id stays its own.
-        identity = (*parts[:8], id(parts[8]), id(parts[9]), *parts[10:])
+    def _key_of(self, parts: tuple[Any, ...]) -> int:
+        # Placements, groups and sources are slow to hash for every event; the key table keeps each
+        # of them alive, so its id stays its own.
+        identity = (*parts[:8], id(parts[8]), id(parts[9]), parts[10], id(parts[11]))
         key = self._ids.get(identity)
         if key is None:
-            key = self._intern(parts, identity)
+            dtype, shape = str(parts[4]).removeprefix("torch."), tuple(parts[5])
+            key = self._ids[identity] = len(self._keys)
+            self._keys.append(EventKey(*parts[:4], dtype, shape, *parts[6:]))
+        return key
+
+    def _add_row(
+        self, key: int, microbatch: int | None, call: int, producer: int, taken: int
+    ) -> int:
         if microbatch is None:
             microbatch = self.position.microbatch
         rows = self._rows
         rows.extend((key, microbatch, call, producer, taken))
         return len(rows) // len(_FIELDS) - 1
 
-    def _intern(self, parts: tuple[Any, ...], identity: tuple[Any, ...]) -> int:
-        dtype, shape = str(parts[4]).removeprefix("torch."), tuple(parts[5])
-        self._keys.append(EventKey(*parts[:4], dtype, shape, *parts[6:]))
-        self._ids[identity] = len(self._keys) - 1
-        return len(self._keys) - 1
-
     def _take_batch(self, mark: str | None) -> EventBatch | None:
         hashes = self._queue.take()
+        if self.storages is not None:
+            self.storages.forget_hashes()  # slots are numbered anew in each step
         rows = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, len(_FIELDS))
         columns = {name: rows[:, i] for i, name in enumerate(_FIELDS)}
         hashes = _rows_of(hashes, columns["slot"])
@@ -325,7 +425,7 @@ def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
 
 def _rows_of(hashes: Hashes, slots: np.ndarray) -> Hashes:
     """One row per event: events may share a slot."""
-    if len(hashes) == len(slots):
+    if np.array_equal(slots, np.arange(len(hashes))):
         return hashes  # every event has its own slot, in order
     columns = (hashes.h, hashes.s, hashes.nonfinite, hashes.max_abs, hashes.sketch)
     return Hashes(*(None if column is None else column[slots] for column in columns))

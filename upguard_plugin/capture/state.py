@@ -100,6 +100,10 @@ class StateProbe:
             now.tensors("param", "value", left)
             for source in self.sources:
                 source(now)
+            # A generator that nobody draws from ends every step as it began it: whatever its state
+            # is, it moves nothing, and a comparison can tell.
+            for boundary, state in read_generators(names.modules, self.generators):
+                now.value(boundary, "rng", "state", state)
 
     def _on_update(self, names: Sequence[str]) -> None:
         self._updated.update(names)

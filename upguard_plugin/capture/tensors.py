@@ -46,7 +46,7 @@ def arguments_in(args: tuple[Any, ...], kwargs: dict[str, Any], opaque: set[str]
     leaves: Leaves = []
     for i, value in enumerate(args):
         slot = _ARGS[i] if i < len(_ARGS) else f"args.{i}"
-        if isinstance(value, torch.Tensor):
+        if type(value) is torch.Tensor:
             leaves.append((slot, value))
         else:
             _collect(value, slot, leaves, opaque, 1)

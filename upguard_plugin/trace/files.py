@@ -19,6 +19,7 @@ from typing import Any
 
 from upguard_plugin.errors import TraceError
 
+_CHECKSUM = b',\n "checksum": '
 COPY_AGAIN = "copy the run again from where it was recorded, or record it again"
 
 
@@ -126,22 +127,24 @@ def is_real_directory(path: Path) -> bool:
 
 
 def to_json(fields: Mapping[str, Any], *, size: int = 0) -> bytes:
-    """A JSON object with a checksum as its last field, padded with spaces to `size` bytes."""
-    body = json.dumps(fields, indent=1, ensure_ascii=True, sort_keys=True)
-    checksum = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
-    text = f'{body[:-1].rstrip()},\n "checksum": {checksum}\n}}'
-    return (text.ljust(size - 1) + "\n").encode()
+    """A JSON object whose last field is a checksum of all bytes before it.
+
+    size: in bytes, to which the text is padded with spaces.
+    """
+    body = json.dumps(fields, indent=1, ensure_ascii=True, sort_keys=True)[:-1].rstrip().encode()
+    text = body + _CHECKSUM + b"%d\n}" % zlib.crc32(body)
+    return text.ljust(size - 1) + b"\n"
 
 
 def from_json(data: bytes, path: Path) -> dict[str, Any]:
     """The fields of `to_json`. Raises TraceError if the text is no such object or was changed."""
+    body, separator, _ = data.rpartition(_CHECKSUM)
     try:
         fields = json.loads(data)
         checksum = fields.pop("checksum")
-        text = json.dumps(fields, sort_keys=True)
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise damaged(path, "it is not a file of UpGuard, or it is damaged") from None
-    if checksum != zlib.crc32(text.encode()):
+    if not separator or checksum != zlib.crc32(body):
         raise damaged(path, "its checksum is wrong: it was damaged or edited")
     return dict(fields)
 

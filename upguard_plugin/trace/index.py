@@ -1,15 +1,15 @@
 """`index.bin`: one fixed record per step, appended after the step's events are in their segment.
 
-A step exists for readers when its record does. Each record ends with a checksum of the whole file
-up to that point, so one pass over the file checks it all, and a record that was removed from the
-middle is noticed like one that was changed.
+A step exists for readers when its record does. Each record ends with a checksum of itself and all
+records before it, so one that was removed or moved is noticed like one that was changed. Checksums
+are not part of what later ones cover: a CRC forgets everything before its own value.
 """
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 
@@ -39,7 +39,7 @@ RECORD = np.dtype(
         ("batch_crc", "<u4"),  # of the record batch
         ("keys_crc", "<u4"),  # of the first keys_bytes of keys.arrow
         ("num_keys", "<u4"),  # rows in those bytes
-        ("file_crc", "<u4"),  # of this file up to here
+        ("chain_crc", "<u4"),  # of the header and all records up to here without their chain_crc
     ]
 )
 HEADER = np.dtype([("magic", "S8"), ("schema_version", "<u4"), ("record_bytes", "<u4")])
@@ -66,8 +66,15 @@ def header_bytes() -> bytes:
     return np.array((MAGIC, SCHEMA_VERSION, RECORD.itemsize), dtype=HEADER).tobytes()
 
 
+def chain_crc_of(data: bytes) -> int:
+    """The checksum that goes on with the next record; data: the header or the last record."""
+    return (
+        int.from_bytes(data[-_CRC_BYTES:], "little") if len(data) > HEADER.itemsize else crc32(data)
+    )
+
+
 def record_bytes(record: StepRecord, crc: int) -> bytes:
-    """The bytes of one record. crc: CRC-32 of the index file before it."""
+    """The bytes of one record. crc: `chain_crc` of the record before it, see `chain_crc_of`."""
     entry = record.entry
     row = np.zeros((), dtype=RECORD)
     row["step"] = entry.step
@@ -79,11 +86,11 @@ def record_bytes(record: StepRecord, crc: int) -> bytes:
         if name in StepRecord.__slots__:
             row[name] = getattr(record, name)
     body = row.tobytes()[:-_CRC_BYTES]
-    return body + zlib.crc32(body, crc).to_bytes(_CRC_BYTES, "little")
+    return body + crc32(body, crc).to_bytes(_CRC_BYTES, "little")
 
 
 def read_index(directory: Path) -> tuple[list[StepRecord], int]:
-    """All whole records of a rank's index, and the checksum of the bytes they fill.
+    """All whole records of a rank's index, and the checksum of the last of them.
 
     A last record that is cut off belongs to a step that was being written: it does not count.
     Raises TraceError for another schema, changed or missing records.
@@ -91,7 +98,7 @@ def read_index(directory: Path) -> tuple[list[StepRecord], int]:
     path = directory / NAME
     data = read_whole(path)
     if len(data) < HEADER.itemsize and header_bytes().startswith(data):
-        return [], zlib.crc32(data)  # killed while the file was made
+        return [], crc32(header_bytes())  # killed while the file was made
     head = np.frombuffer(data[: HEADER.itemsize].ljust(HEADER.itemsize, b"\0"), dtype=HEADER)[0]
     if head["magic"] != MAGIC:
         raise damaged(path, "it is not an index of UpGuard, or its start is damaged")
@@ -101,23 +108,21 @@ def read_index(directory: Path) -> tuple[list[StepRecord], int]:
     num_records = (len(data) - HEADER.itemsize) // RECORD.itemsize
     data = data[: HEADER.itemsize + num_records * RECORD.itemsize]
     rows = np.frombuffer(data, dtype=RECORD, offset=HEADER.itemsize)
-    _check_sums(data, rows, path)
+    crc = _check_chain(data, num_records, path)
     if num_records and not bool(np.all(np.diff(rows["step"]) > 0)):
         raise damaged(path, "its steps are not in order")
-    return [_record(row, path) for row in rows], zlib.crc32(data)
+    return [_record(row, path) for row in rows], crc
 
 
-def _check_sums(data: bytes, rows: np.ndarray, path: Path) -> None:
-    if len(rows) == 0 or zlib.crc32(data[:-_CRC_BYTES]) == rows["file_crc"][-1]:
-        return
-    crc = zlib.crc32(data[: HEADER.itemsize])
-    for place, row in enumerate(rows):
-        body = row.tobytes()
-        if zlib.crc32(body[:-_CRC_BYTES], crc) != row["file_crc"]:
-            what = f"record {place} of {len(rows)} has a wrong checksum"
-            raise damaged(path, what)
-        crc = zlib.crc32(body, crc)
-    raise AssertionError("the last record's checksum is both right and wrong")
+def _check_chain(data: bytes, num_records: int, path: Path) -> int:
+    crc = crc32(data[: HEADER.itemsize])
+    for place in range(num_records):
+        start = HEADER.itemsize + place * RECORD.itemsize
+        end = start + RECORD.itemsize - _CRC_BYTES
+        crc = crc32(data[start:end], crc)
+        if crc.to_bytes(_CRC_BYTES, "little") != data[end : end + _CRC_BYTES]:
+            raise damaged(path, f"record {place} of {num_records} has a wrong checksum")
+    return crc
 
 
 def _record(row: np.void, path: Path) -> StepRecord:

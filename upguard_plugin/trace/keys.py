@@ -174,12 +174,12 @@ def _read_table(data: bytes) -> pa.Table:
         batches = list(stream)
     for batch in batches:
         batch.validate(full=True)
-    # Dictionaries grow between batches, so each batch has its own; a table needs plain columns.
-    return pa.Table.from_batches(batches, schema=schema)
+    # Dictionaries grow from batch to batch; with one for the whole table, words are decoded once.
+    return pa.Table.from_batches(batches, schema=schema).unify_dictionaries().combine_chunks()
 
 
 def _keys_of(table: pa.Table) -> tuple[EventKey, ...]:
-    columns = {name: table.column(name).to_pylist() for name in table.column_names}
+    columns = {name: _values(table.column(name)) for name in table.column_names}
     placements = {
         text: _parse_placement(text) for text in set(columns["placement"]) if text is not None
     }
@@ -202,6 +202,14 @@ def _keys_of(table: pa.Table) -> tuple[EventKey, ...]:
         )
         for i in range(table.num_rows)
     )
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    if not pa.types.is_dictionary(column.type):
+        return list(column.to_pylist())
+    (chunk,) = column.chunks
+    words = [*chunk.dictionary.to_pylist(), None]  # None is word -1
+    return [words[code] for code in chunk.indices.fill_null(-1).to_pylist()]
 
 
 def _check_words(columns: dict[str, list[Any]]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from zlib import crc32
 
@@ -98,6 +99,7 @@ class Trace:
         self.attempts = attempts  # of a restarted job: directories to open as runs of their own
         self._directories = dict(directories)
         self._loaded: dict[int, _Rank] = {}
+        self._key_tables: dict[bytes, _KeyTable] = {}  # by digest: most ranks have the same
         self._run_id: str | None = None
 
     def layout(self, rank: int) -> Layout:
@@ -146,7 +148,7 @@ class Trace:
             )
         if self._run_id is None:
             self._run_id = run_id_of(self.path)
-        loaded = _load_rank(directory)
+        loaded = _load_rank(directory, self._key_tables)
         if loaded.about.rank != rank:
             raise damaged(directory, f"it holds rank {loaded.about.rank}")
         if loaded.about.run_id and self._run_id and loaded.about.run_id != self._run_id:
@@ -154,7 +156,7 @@ class Trace:
         return loaded
 
 
-def _load_rank(directory: Path) -> _Rank:
+def _load_rank(directory: Path, key_tables: dict[bytes, _KeyTable]) -> _Rank:
     about = rank_file.read(directory)
     # The end first: a run still being written may add steps between the two reads.
     end = read_end(directory)
@@ -163,7 +165,14 @@ def _load_rank(directory: Path) -> _Rank:
         raise damaged(
             directory / INDEX_NAME, f"it holds {len(records)} steps, {end.num_steps} were written"
         )
-    return _Rank(directory, about, end, {record.entry.step: record for record in records})
+    by_step = {record.entry.step: record for record in records}
+    return _Rank(directory, about, end, by_step, key_tables)
+
+
+@dataclass(slots=True)
+class _KeyTable:
+    keys: tuple[EventKey, ...]
+    hashes: KeyHashes | None = None  # made when a digest is verified
 
 
 @dataclass(slots=True)
@@ -174,9 +183,9 @@ class _Rank:
     about: rank_file.RankFile
     end: EndRecord
     records: dict[int, StepRecord]
+    key_tables: dict[bytes, _KeyTable]
     schemas: dict[int, pa.Schema] = field(default_factory=dict)  # by segment
-    key_table: tuple[EventKey, ...] | None = None
-    key_hashes: KeyHashes | None = None
+    key_table: _KeyTable | None = None
 
     def read(self, step: int, *, verify: bool) -> EventBatch:
         record = self.records.get(step)
@@ -190,16 +199,16 @@ class _Rank:
         schema = self._schema(record, path)
         body = _checked(path, record.offset, record.length, record.batch_crc)
         columns = segments.decode(body, schema, record.entry.num_events, path)
-        key_table = self._keys()
+        key_table = self._load_keys()
         key = columns["key"]
         if len(key) and not 0 <= int(key.min()) <= int(key.max()) < record.num_keys:
             raise damaged(path, "an event has a key that is not in the key table")
         entry = record.entry
         batch = EventBatch(
-            step=step, keys=key_table, iteration=entry.iteration, mark=entry.mark, **columns
+            step=step, keys=key_table.keys, iteration=entry.iteration, mark=entry.mark, **columns
         )
         if verify:
-            self._verify(batch, entry, path)
+            self._verify(batch, entry, key_table, path)
         return batch
 
     def _schema(self, record: StepRecord, path: Path) -> pa.Schema:
@@ -209,20 +218,26 @@ class _Rank:
             schema = self.schemas[record.segment] = segments.decode_schema(head, path)
         return schema
 
-    def _keys(self) -> tuple[EventKey, ...]:
+    def _load_keys(self) -> _KeyTable:
         if self.key_table is None:
             last = next(reversed(self.records.values()))
             path = self.directory / keys.NAME
             data = _checked(path, 0, last.keys_bytes, last.keys_crc)
-            self.key_table = keys.decode_keys(data, last.num_keys, path)
+            digest = blake2b(data).digest()
+            if digest not in self.key_tables:
+                table = _KeyTable(keys.decode_keys(data, last.num_keys, path))
+                self.key_tables[digest] = table
+            self.key_table = self.key_tables[digest]
         return self.key_table
 
-    def _verify(self, batch: EventBatch, entry: StepEntry, path: Path) -> None:
-        if self.key_hashes is None:
-            self.key_hashes = hash_keys(batch.keys)
+    def _verify(
+        self, batch: EventBatch, entry: StepEntry, key_table: _KeyTable, path: Path
+    ) -> None:
+        if key_table.hashes is None:
+            key_table.hashes = hash_keys(key_table.keys)
         if not bool(np.all(np.diff(batch.seq) > 0)):
             raise damaged(path, f"the events of step {entry.step} are not in program order")
-        if step_digest(batch, self.key_hashes) != entry.digest:
+        if step_digest(batch, key_table.hashes) != entry.digest:
             raise damaged(path, f"the events of step {entry.step} do not have its digest")
 
 

@@ -91,7 +91,9 @@ class RankWriter:
         self._keys = AppendFile(self.directory / keys.NAME)
         self._index = AppendFile(self.directory / index.NAME)
         self._notes = AppendFile(self.directory / NOTES_NAME)
-        self._index.append(index.header_bytes())
+        head = index.header_bytes()
+        self._index.append(head)
+        self._index_crc = index.chain_crc_of(head)
         # Last: a directory without it was killed before it held anything.
         about = rank_file.RankFile(run_id_of(run), rank, device, layout)
         self.bytes_written = NUM_BYTES + self._index.size + rank_file.write(self.directory, about)
@@ -154,7 +156,9 @@ class RankWriter:
             keys_bytes=self._keys.size,
             keys_crc=self._keys.crc,
         )
-        self._index.append(index.record_bytes(record, self._index.crc))
+        row = index.record_bytes(record, self._index_crc)
+        self._index.append(row)
+        self._index_crc = index.chain_crc_of(row)
         self._num_steps += 1
         self.bytes_written += len(new_keys) + len(encoded.body) + index.RECORD.itemsize
         if segment.file.size >= SEGMENT_BYTES:
@@ -226,7 +230,7 @@ class RankWriter:
             complete=not reason,
             reason=reason,
             num_steps=self._num_steps,
-            index_crc=self._index.crc,
+            index_crc=self._index_crc,
             num_notes=self._num_notes,
             notes_crc=self._notes.crc,
         )

@@ -1,0 +1,64 @@
+"""One flipped bit in any operator's result: level `op` names exactly that operator."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bugs.faults import FlippedCall
+from tests.bugs.training import compare, found, record
+from upguard_plugin.trace.reader import open_trace
+
+SMALL = {"num_layers": 2, "width": 32, "num_heads": 2, "vocabulary": 64, "length": 16}
+STEP = 1
+NUM_FLIPS = 30
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("clean") / "clean", level="op", **SMALL)
+
+
+def results_of(run: Path, step: int) -> list[tuple[str, dict[str, Any]]]:
+    """(operator, its place) for each operator call of a step that has a result, in order."""
+    batch = open_trace(run).read(0, step)
+    calls: list[tuple[str, dict[str, Any]]] = []
+    last = None
+    for row in range(len(batch)):
+        key = batch.key_of(row)
+        if key.role != "output" or not (key.operator or "").startswith("aten."):
+            continue
+        call = (key.operator, key.boundary, key.phase, int(batch.call[row]))
+        if call != last:
+            place = {"step": step, "boundary": key.boundary, "phase": key.phase,
+                     "operator": key.operator, "call": int(batch.call[row])}  # fmt: skip
+            calls.append((key.operator, place))
+        last = call
+    return calls
+
+
+def test_two_identical_runs_are_identical(clean, tmp_path):
+    again = record(tmp_path / "again", level="op", **SMALL)
+    assert compare(clean, again)["verdict"] == "identical"
+
+
+@pytest.mark.parametrize("seed", range(NUM_FLIPS))
+def test_a_flipped_bit_is_blamed_on_its_operator(clean, tmp_path, seed):
+    draw = random.Random(seed)
+    calls = results_of(clean, STEP)
+    chosen = draw.randrange(len(calls))
+    operator, place = calls[chosen]
+    earlier = [*results_of(clean, 0), *calls[:chosen]]
+    nth = sum(name == operator for name, _ in earlier)
+
+    faulty = record(
+        tmp_path / "faulty", level="op",
+        mode=partial(FlippedCall, operator, nth, draw), **SMALL,
+    )  # fmt: skip
+
+    verdict = compare(clean, faulty)
+    assert dict(zip(place, found(verdict, *place), strict=True)) == place

@@ -1,0 +1,88 @@
+"""Two or more real processes of one gloo job, started once and used for many small calls.
+
+    ranks = Ranks(2)
+    first, second = ranks.run(function, argument)    # function(argument), on each rank
+    ranks.close()
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 60  # of one call; a rank that takes longer hangs
+
+
+class Ranks:
+    """Processes that wait for functions to call. A function must be importable by its name."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            store = str(Path(self._folder.name) / "store")
+            process = context.Process(
+                target=_serve, args=(theirs, rank, num_ranks, store), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What the function returned on each rank. Raises AssertionError where one failed."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(TIMEOUT_S), f"rank {rank} did not answer within {TIMEOUT_S} s"
+            done, result = pipe.recv()
+            assert done, f"rank {rank} failed:\n{result}"
+            results.append(result)
+        return results
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Connection, rank: int, num_ranks: int, store: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # After the variable is set: torch reads it when it is imported.
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        rank=rank,
+        world_size=num_ranks,
+        store=dist.FileStore(store, num_ranks),
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = (True, function(*args))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+    dist.destroy_process_group()

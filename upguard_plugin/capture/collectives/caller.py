@@ -1,0 +1,90 @@
+"""Who called a collective: the line of code, and whether it is the gradients' own machinery.
+
+In:  the Python stack at the moment of the launch.
+Out: a `Caller`. Nothing of a frame is kept.
+
+DDP's reducer launches from C++ in the middle of backward: then the innermost Python frame is that
+of autograd, or there is none, because autograd runs on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+import upguard_plugin
+from upguard_plugin.records import Source
+
+_TORCH_FOLDER = Path(torch.__file__).parent
+_TORCH = f"{_TORCH_FOLDER}{os.sep}"
+_OURS = f"{Path(upguard_plugin.__file__).parent}{os.sep}"
+_AUTOGRAD = str(_TORCH_FOLDER / "autograd" / "graph.py")
+_DDP = str(_TORCH_FOLDER / "nn" / "parallel" / "distributed.py")
+_OPERATORS = str(_TORCH_FOLDER / "_ops.py")
+# Code whose reductions in backward are the synchronisation of gradients.
+_GRADIENT_CODE = (
+    "/torch/distributed/fsdp/",
+    "/torch/distributed/algorithms/ddp_comm_hooks/",
+    "/torch/nn/parallel/distributed.py",
+    "/megatron/core/distributed/",
+    "/megatron/core/optimizer/",
+    "/deepspeed/runtime/",
+)
+_MAX_DEPTH = 40  # frames between a collective and the code that wanted it
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Where a collective comes from."""
+
+    source: Source | None  # the innermost line outside torch; None on a thread without Python
+    from_cpp: bool  # launched and waited for by C++: DDP's reducer and its broadcasts
+    functional: bool  # by a functional collective: torch waits for its result, not for its Work
+    in_gradient_code: bool  # by a framework's own code for gradients
+    factor: float | None = None  # of a reduce op "premul_sum"
+
+
+def find_caller(*, with_factor: bool = False) -> Caller:
+    """Look at the stack of the calling thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    innermost = _AUTOGRAD if frame is None else frame.f_code.co_filename
+    source: Source | None = None
+    in_gradient_code = False
+    factor: float | None = None
+    for _ in range(_MAX_DEPTH):
+        if frame is None:
+            break
+        path = frame.f_code.co_filename
+        in_gradient_code = in_gradient_code or _is_gradient_code(path)
+        if with_factor and factor is None:
+            factor = getattr(frame.f_locals.get("op"), "factor", None)
+        if source is None and not path.startswith((_TORCH, "<")):
+            source = _source(path, frame.f_lineno)
+        if path == _AUTOGRAD:
+            break
+        frame = frame.f_back
+    return Caller(
+        source,
+        from_cpp=innermost in (_AUTOGRAD, _DDP),
+        functional=innermost == _OPERATORS,
+        in_gradient_code=in_gradient_code,
+        factor=factor,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _source(path: str, line: int) -> Source:
+    return Source(path, line)
+
+
+@lru_cache(maxsize=4096)
+def _is_gradient_code(path: str) -> bool:
+    return any(part in path.replace(os.sep, "/") for part in _GRADIENT_CODE)

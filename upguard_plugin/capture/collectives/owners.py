@@ -1,0 +1,49 @@
+"""What is in a buffer: the name of a parameter or of its gradient, where one is known.
+
+In:  the models' parameters by canonical name.
+Out: `owner_of(tensor)`: a name for people, or None. Adapters add owners of their own (buckets).
+
+Decided by what the objects are at the moment of the call, never by remembered addresses: those are
+used again, and the name would differ between two equal runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+OwnerOf = Callable[[torch.Tensor], "str | None"]
+
+
+class ParameterOwner:
+    """Names a tensor that is a whole parameter, its `.grad` or its `.main_grad`."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._by_shape: dict[torch.Size, list[tuple[str, torch.nn.Parameter]]] = {}
+        for name, parameter in parameters.items():
+            self._by_shape.setdefault(parameter.shape, []).append((name, parameter))
+
+    def __call__(self, tensor: torch.Tensor) -> str | None:
+        for name, parameter in self._by_shape.get(tensor.shape, ()):
+            if _same(tensor, parameter):
+                return name
+            for attribute in ("grad", "main_grad"):
+                gradient = getattr(parameter, attribute, None)
+                if isinstance(gradient, torch.Tensor) and _same(tensor, gradient):
+                    return f"{name}.{attribute}"
+        return None
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that are alive, of one shape, are the same memory."""
+    if one is other:
+        return True
+    plain = type(other) in (torch.Tensor, torch.nn.Parameter) and other.layout is one.layout
+    return (
+        plain
+        and one.layout is torch.strided
+        and one.dtype == other.dtype
+        and one.numel() > 0
+        and one.data_ptr() == other.data_ptr()
+    )

@@ -1,0 +1,280 @@
+"""Collectives, whoever calls them: from a c10d operator to the events of its buffers.
+
+In:  every call of torch.distributed: from Python, DDP's C++ reducer, functional collectives.
+Out: input fingerprints at launch; outputs, and inputs that must not have changed, at completion.
+
+Every collective passes torch's dispatcher. We stand in front of its kernels at the key
+`BackendSelect`, which every call meets and no kernel of c10d uses, and pass the call on without the
+GIL. An event stands in program order where its collective was launched, also when it ends later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import ProcessGroup, Work
+
+from upguard_plugin.capture.collectives.caller import Caller, find_caller
+from upguard_plugin.capture.collectives.groups import Groups, Member
+from upguard_plugin.capture.collectives.owners import OwnerOf
+from upguard_plugin.capture.collectives.plans import OPERATORS, Buffer, Plan, plan
+from upguard_plugin.capture.collectives.works import Pending, Works
+from upguard_plugin.capture.deferred import Ticket
+from upguard_plugin.capture.recorder import Recorder, Wire
+from upguard_plugin.capture.shield import shielded
+from upguard_plugin.errors import UsageError
+from upguard_plugin.records import ROLES
+
+_KEY = torch._C.DispatchKey.BackendSelect
+_PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
+_GRADIENT_ENDS = (".grad", ".main_grad")  # how a buffer's owner says that it holds gradients
+
+
+@dataclass(slots=True, eq=False)
+class _Launch:
+    """A collective on its way to torch's kernel."""
+
+    plan: Plan
+    process_group: ProcessGroup
+    caller: Caller
+    boundary: str
+    fields: dict[str, Any]  # of all its events, as `Recorder.record` takes them
+
+
+class CollectiveProbe:
+    """Watches all collectives of this process. One at a time can be attached."""
+
+    _attached: ClassVar[CollectiveProbe | None] = None
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        roles: Collection[str] = ROLES,
+        owners: Sequence[OwnerOf] = (),
+    ) -> None:
+        """roles: which of "input" and "output" are recorded. owners: who can name a buffer."""
+        self.recorder = recorder
+        self.groups = Groups()
+        self.owners = list(owners)
+        self._roles = roles
+        self._works = Works()
+        self._library: torch.library.Library | None = None
+        self._functional: torch.library.Library | None = None
+
+    @classmethod
+    def in_use(cls) -> bool:
+        """Whether a probe of this process is attached."""
+        return cls._attached is not None
+
+    def attach(self) -> None:
+        """Begin to watch. Raises UsageError if another probe of this process is attached."""
+        if CollectiveProbe._attached is not None:
+            raise UsageError("cannot record collectives twice: another guard is open in this run")
+        CollectiveProbe._attached = self
+        self._works.attach()
+        self._library = torch.library.Library("c10d", "IMPL")
+        for name in OPERATORS:
+            operator = getattr(torch.ops.c10d, name).default
+            call = partial(self._call, name, operator)
+            self._library.impl(name, call, "BackendSelect", with_keyset=True)
+        self._functional = torch.library.Library("_c10d_functional", "IMPL")
+        self._functional.impl("wait_tensor", self._wait_tensor, "BackendSelect", with_keyset=True)
+
+    def detach(self) -> None:
+        """Give torch its own path back; works that are under way stay out of the trace."""
+        if CollectiveProbe._attached is not self:
+            return
+        for library in (self._library, self._functional):
+            if library is not None:
+                library._destroy()
+        self._works.detach()
+        CollectiveProbe._attached = None
+        left = self._works.abandon()
+        for pending in left:
+            pending.finish(False)
+        if self._works.num_dropped or left:
+            self.recorder.note(
+                f"{self._works.num_dropped} works of collectives were dropped without a wait, "
+                f"{len(left)} were still under way at the end: their outputs are not in the trace"
+            )
+
+    def _call(
+        self,
+        name: str,
+        operator: torch._ops.OpOverload,
+        keys: torch._C.DispatchKeySet,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        launch = self._before(name, args)
+        result = operator.redispatch(keys.remove(_KEY), *args, **kwargs)
+        if launch is not None:
+            self._after(launch, result)
+        return result
+
+    def _wait_tensor(self, keys: torch._C.DispatchKeySet, tensor: torch.Tensor) -> torch.Tensor:
+        operator = torch.ops._c10d_functional.wait_tensor.default
+        result = operator.redispatch(keys.remove(_KEY), tensor)
+        self._works.tensor_waited(tensor)
+        return result
+
+    @shielded
+    def _before(self, name: str, args: Sequence[Any]) -> _Launch | None:
+        """Number the call, and record its inputs if the step is recorded."""
+        process_group = next(
+            ProcessGroup.unbox(arg)
+            for arg in args
+            if isinstance(arg, torch.ScriptObject) and _is_process_group(arg)
+        )
+        member = self.groups.member(process_group)
+        what = plan(name, args, member)
+        wire = self._number(what, member)
+        if not self.recorder.active or _is_traced(what):
+            return None
+        caller = find_caller(with_factor=what.reduce_op == "premul_sum")
+        boundary = self._boundary(what, member)
+        launch = _Launch(
+            what,
+            process_group,
+            caller,
+            boundary,
+            {
+                "phase": self._phase(what, caller, boundary),
+                "operator": f"c10d.{name}",
+                "call": self.recorder.position.next_call(boundary),
+                "group": member.group,
+                "op": _describe(what, caller),
+                "wire": wire,
+                "source": caller.source,
+            },
+        )
+        if "input" in self._roles:
+            with torch.no_grad():
+                for buffer in what.inputs:
+                    self.recorder.record(
+                        boundary, _dense(buffer.tensor), role="input", slot=buffer.slot,
+                        moment="launch", placement=buffer.placement, **launch.fields,
+                    )  # fmt: skip
+        return launch
+
+    @shielded
+    def _after(self, launch: _Launch, result: Any) -> None:
+        """Reserve the events of the completion, and see to it that they are filled."""
+        what = launch.plan
+        if not what.has_completion:
+            return
+        tickets = [
+            (self._reserve(launch, "input", buffer), buffer.tensor)
+            for buffer in _untouched_inputs(what)
+            if "input" in self._roles
+        ]
+        tickets += [
+            (self._reserve(launch, "output", buffer), buffer.tensor)
+            for buffer in what.outputs
+            if "output" in self._roles
+        ]
+        if not tickets:
+            return
+        handle = result[-1] if isinstance(result, tuple) else result
+        finish = partial(self._finish, tickets)
+        if handle is None:  # ordered by the current stream
+            finish(True)
+            return
+        tensors = [buffer.tensor for buffer in (*what.inputs, *what.outputs)]
+        on_cpu = all(tensor.is_cpu for tensor in tensors)
+        caller = launch.caller
+        pending = Pending(Work.unbox(handle), tensors, finish, functional=caller.functional)
+        self._works.add(pending, launch.process_group, by_future=on_cpu or caller.from_cpp)
+
+    def _reserve(self, launch: _Launch, role: str, buffer: Buffer) -> Ticket:
+        return self.recorder.reserve(
+            launch.boundary, _dense(buffer.tensor), role=role, slot=buffer.slot,
+            moment="completion", placement=buffer.placement, **launch.fields,
+        )  # fmt: skip
+
+    @shielded
+    def _finish(self, tickets: Sequence[tuple[Ticket, torch.Tensor]], final: bool) -> None:
+        """The work is over. Called from any thread; the buffers are final unless it failed."""
+        with torch.no_grad():
+            for ticket, tensor in tickets:
+                if final and not self.recorder.failure:
+                    self.recorder.fill(ticket, _dense(tensor))
+                else:
+                    self.recorder.cancel(ticket)
+
+    def _number(self, what: Plan, member: Member) -> Wire:
+        if what.tag is None:
+            return Wire(group_seq=self.groups.next_collective(member.group))
+        if what.peer is None:  # from any source: who it was is known only afterwards
+            return Wire(tag=what.tag)
+        here = member.global_rank(member.index)
+        ends = (here, what.peer) if what.name == "send" else (what.peer, here)
+        number = self.groups.next_message(member.group, *ends, what.tag)
+        return Wire(peer=what.peer, tag=what.tag, pair_seq=number)
+
+    def _boundary(self, what: Plan, member: Member) -> str:
+        """What people read: the operation, its group, and whose data it is, where known."""
+        boundary = f"{what.name}[{member.group.name}]"
+        buffers = what.outputs or what.inputs
+        names = [name for buffer in buffers if (name := self._owner_of(buffer.tensor))]
+        if not names:
+            return boundary
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"{boundary} {names[0]}{more}"
+
+    def _owner_of(self, tensor: torch.Tensor) -> str | None:
+        return next((name for owner in self.owners if (name := owner(tensor))), None)
+
+    def _phase(self, what: Plan, caller: Caller, boundary: str) -> str:
+        """Collectives for gradients belong to `grad_sync`, also while backward still runs."""
+        phase = self.recorder.position.phase
+        if phase != "backward":
+            return phase
+        is_gradient = (
+            caller.from_cpp
+            or (what.reduces and caller.in_gradient_code)
+            or boundary.endswith(_GRADIENT_ENDS)
+        )
+        return "grad_sync" if is_gradient else phase
+
+
+def _is_process_group(argument: torch.ScriptObject) -> bool:
+    return str(argument._type()) == _PROCESS_GROUP
+
+
+def _is_traced(what: Plan) -> bool:
+    """Whether nothing is computed now: the tensors are those of a compiler's trace."""
+    return any(b.tensor.device.type == "meta" for b in (*what.inputs, *what.outputs))
+
+
+def _describe(what: Plan, caller: Caller) -> str:
+    words = [what.name]
+    if what.reduce_op:
+        words.append(what.reduce_op)
+    if caller.factor is not None:
+        words.append(f"{caller.factor:g}")
+    if what.root is not None:
+        words.append(f"{'to' if what.name in ('reduce', 'gather') else 'from'} {what.root}")
+    return " ".join(words)
+
+
+def _untouched_inputs(what: Plan) -> tuple[Buffer, ...]:
+    """Inputs that the collective must leave alone: those that share no memory with an output."""
+    written = {_storage(buffer.tensor) for buffer in what.outputs}
+    return tuple(b for b in what.inputs if _storage(b.tensor) not in written)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr()
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor as the values it stands for: how it is stored is the backend's choice."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()

@@ -1,0 +1,202 @@
+"""When a collective is over: from the Work that torch returns to one call of ours.
+
+In:  Works, each with a function to call once its buffers are final.
+Out: that call, before the training program can touch the buffers.
+
+Two ways, because there are two kinds of waiting:
+
+* A Work on the CPU has a future whose callbacks run before `wait` returns and before callbacks that
+  were added later, so C++ code (DDP's reducer) is behind us, too. `get_future` gives Python code a
+  future that is behind us likewise. The callback runs on the backend's thread.
+* A Work without a future (send and recv on gloo), or on a GPU and waited for from Python: `wait`,
+  `synchronize`, a true `is_completed`, or `wait_tensor` call us when the original has returned, on
+  the stream that waited. A Work that the program drops without any of these is counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, Work
+
+_OWN_REFERENCES = 2  # to a Work, where its references are counted: a variable and an argument
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A collective that is under way. It keeps its Work and buffers alive until it is over.
+
+    A backend's thread that frees the last reference to a Python tensor needs the GIL, at a moment
+    when it holds its queue's lock.
+    """
+
+    work: Work
+    tensors: Sequence[torch.Tensor]  # all buffers, also those that nobody looks at
+    finish: Callable[[bool], None]  # called once; True: the buffers are final, False: never
+    functional: bool = False  # torch waits for it by its tensor, not by its Work
+    by_future: bool = False
+
+
+class Works:
+    """All Works under way of this process."""
+
+    def __init__(self) -> None:
+        self.num_dropped = 0  # never waited for, as far as we can see
+        self._lock = threading.Lock()
+        self._pending: dict[int, list[Pending]] = {}  # by the Work's id; it is kept alive
+        self._coalescing: dict[int, list[Pending]] = {}  # by the ProcessGroup's id
+        self._originals: list[tuple[type, str, Any]] = []
+
+    def attach(self) -> None:
+        """See every wait that comes from Python."""
+        for name in ("wait", "synchronize"):
+            self._wrap(Work, name, self._wait)
+        self._wrap(Work, "is_completed", self._is_completed)
+        self._wrap(Work, "get_future", self._get_future)
+        self._wrap(ProcessGroup, "_start_coalescing", self._start_coalescing)
+        self._wrap(ProcessGroup, "_end_coalescing", self._end_coalescing)
+
+    def detach(self) -> None:
+        """Give torch's classes their own methods back."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            setattr(owner, name, original)
+
+    def add(self, pending: Pending, group: ProcessGroup, *, by_future: bool) -> None:
+        """Watch a Work that has just been launched."""
+        future = _future_of(pending.work) if by_future else None
+        with self._lock:
+            self._drop_forgotten()
+            coalesced = self._coalescing.get(id(group))
+            if coalesced is not None and future is None:
+                coalesced.append(pending)
+                return
+            self._pending.setdefault(id(pending.work), []).append(pending)
+        if future is not None:
+            pending.by_future = True
+            future.add_done_callback(lambda done: self._end(pending, _succeeded(done)))
+
+    def tensor_waited(self, tensor: torch.Tensor) -> None:
+        """`wait_tensor` has returned for a buffer of a functional collective."""
+        if not self._pending:
+            return
+        address = tensor.untyped_storage().data_ptr()
+        with self._lock:
+            over = [
+                pending
+                for many in self._pending.values()
+                for pending in many
+                if not pending.by_future
+                and any(t.untyped_storage().data_ptr() == address for t in pending.tensors)
+            ]
+        for pending in over:
+            self._end(pending, True)
+
+    def abandon(self) -> list[Pending]:
+        """Forget all that is under way, and return it."""
+        with self._lock:
+            left = [p for many in self._pending.values() for p in many]
+            left += [p for many in self._coalescing.values() for p in many]
+            self._pending.clear()
+            self._coalescing.clear()
+        return left
+
+    def _end(self, pending: Pending, final: bool) -> None:
+        with self._lock:
+            many = self._pending.get(id(pending.work), [])
+            if pending not in many:
+                return  # a second wait, or a work that was abandoned
+            many.remove(pending)
+            if not many:
+                del self._pending[id(pending.work)]
+        pending.finish(final)
+
+    def _end_all(self, work: Work) -> None:
+        for pending in list(self._pending.get(id(work), ())):
+            self._end(pending, True)
+
+    def _drop_forgotten(self) -> None:
+        for key, many in list(self._pending.items()):
+            first = many[0]
+            if first.by_future or first.functional:
+                continue
+            work = first.work
+            del first
+            if sys.getrefcount(work) <= len(many) + _OWN_REFERENCES:
+                del self._pending[key]
+                self.num_dropped += len(many)
+                for pending in many:
+                    pending.finish(False)
+
+    def _wrap(self, owner: type, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def method(this: Any, *args: Any, **kwargs: Any) -> Any:
+            return around(original, this, *args, **kwargs)
+
+        setattr(owner, name, method)
+        self._originals.append((owner, name, original))
+
+    def _wait(self, original: Callable[..., Any], work: Work, *args: Any, **kwargs: Any) -> Any:
+        result = original(work, *args, **kwargs)
+        self._end_all(work)
+        return result
+
+    def _is_completed(self, original: Callable[..., Any], work: Work) -> Any:
+        completed = original(work)
+        if completed:
+            self._end_all(work)
+        return completed
+
+    def _get_future(self, original: Callable[..., Any], work: Work) -> Any:
+        future = original(work)
+        under_way = any(pending.by_future for pending in self._pending.get(id(work), ()))
+        # Those who wait for a future are woken before its callbacks run; those who wait for the
+        # next link are behind us.
+        return future.then(_value) if under_way else future
+
+    def _start_coalescing(self, original: Callable[..., Any], group: Any, *args: Any) -> Any:
+        result = original(group, *args)
+        with self._lock:
+            self._coalescing[id(group)] = []
+        return result
+
+    def _end_coalescing(self, original: Callable[..., Any], group: Any, *args: Any) -> Any:
+        work = original(group, *args)
+        with self._lock:
+            coalesced = self._coalescing.pop(id(group), [])
+            if work is not None:
+                for pending in coalesced:
+                    pending.work = work
+                if coalesced:
+                    self._pending.setdefault(id(work), []).extend(coalesced)
+        if work is None:  # ordered by the stream
+            for pending in coalesced:
+                pending.finish(True)
+        return work
+
+
+def _value(future: torch.futures.Future) -> Any:
+    return future.value()
+
+
+def _future_of(work: Work) -> Any:
+    try:
+        return work.get_future()
+    except RuntimeError:  # this backend has none for this kind of work
+        return None
+
+
+def _succeeded(future: Any) -> bool:
+    try:
+        future.value()
+    except Exception:  # whatever the backend failed with; the program gets it from its own wait
+        return False
+    return True

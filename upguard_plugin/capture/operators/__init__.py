@@ -1,0 +1,1 @@
+"""Level `op`: every dispatched operator, with its module and its source line."""

@@ -1,0 +1,60 @@
+"""Which parameter an operator of the optimizer works for.
+
+In:  the optimizers and the names of their parameters. Out: a name for a tensor: that of the
+parameter it is, or whose gradient or state it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from upguard_plugin.capture.names import ParameterNames
+from upguard_plugin.capture.storages import is_tracked
+
+
+class Owners:
+    """Names by storage, read anew in each step: gradients and state come and go."""
+
+    def __init__(self, names: ParameterNames, optimizers: Iterable[Any]) -> None:
+        self._names = names
+        self._optimizers = tuple(optimizers)
+        self._by_address: dict[int, str] | None = None
+        self._last = ""
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> str:
+        """The owner of the first tensor that has one; else that of the operator before."""
+        if self._by_address is None:
+            self._by_address = dict(self._addresses())
+        for tensor in tensors:
+            if is_tracked(tensor):
+                owner = self._by_address.get(tensor.untyped_storage()._cdata)
+                if owner is not None:
+                    self._last = owner
+                    break
+        return self._last
+
+    def forget(self) -> None:
+        """To be called when the step ends."""
+        self._by_address = None
+        self._last = ""
+
+    def _addresses(self) -> Iterable[tuple[int, str]]:
+        for name, parameter in self._names.parameters.items():
+            if parameter.grad is not None:
+                yield from _address(parameter.grad, name)
+        for optimizer in self._optimizers:
+            for parameter, state in getattr(optimizer, "state", {}).items():
+                name = self._names.of(parameter)
+                if name is not None and isinstance(state, dict):
+                    for value in state.values():
+                        yield from _address(value, name)
+        for name, parameter in self._names.parameters.items():
+            yield from _address(parameter, name)
+
+
+def _address(value: object, name: str) -> Iterable[tuple[int, str]]:
+    if isinstance(value, torch.Tensor) and is_tracked(value):
+        yield value.untyped_storage()._cdata, name
