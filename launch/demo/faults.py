@@ -168,17 +168,18 @@ FAULTS = {
     "rng-draw": Fault(
         "somebody draws one random number more",
         _rng_draw,
-        Expected(FAULT_STEP, "torch", "rng"),
+        Expected(FAULT_STEP, "rng.torch_cpu", "rng"),
     ),
     "weight-decay": Fault(
         "the optimizer forgets the weight decay of one parameter group",
         _weight_decay,
-        Expected(FAULT_STEP, "weight_decay", "optimizer"),
+        Expected(FAULT_STEP, "optimizer.group0.weight_decay", "optimizer"),
     ),
     "stale-master": Fault(
         "a weight is updated but its fp32 master keeps the old value",
         _stale_master,
-        Expected(FAULT_STEP, f"{_LAST_LAYER}.mlp.linear_fc1.weight", "optimizer"),
+        # The master is read at the start of the next step.
+        Expected(FAULT_STEP + 1, f"{_LAST_LAYER}.mlp.linear_fc1.weight", "optimizer"),
     ),
     "swapped-microbatches": Fault(
         "two micro-batches of a step are taken in the other order",
@@ -188,7 +189,7 @@ FAULTS = {
     "missing-all-reduce": Fault(
         "the data-parallel ranks do not sum their gradients",
         _missing_all_reduce,
-        Expected(FAULT_STEP, "output_layer.weight", "collective"),
+        Expected(FAULT_STEP, "embedding.word_embeddings.weight", "collective"),
         layout="dp2",
     ),
 }

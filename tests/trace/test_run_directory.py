@@ -176,7 +176,7 @@ def test_a_manifest_of_another_tool_is_left_alone(tmp_path):
 
 def test_an_output_that_cannot_be_a_directory_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="cannot record in .*/file/run: Not a directory"):
+    with pytest.raises(RunDirectoryError, match=r"cannot record in .*/file/run: Not a directory"):
         claim_run_directory(tmp_path / "file" / "run", rank=0, run_token=None)
 
 

@@ -148,8 +148,7 @@ class ClippingProbe:
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         named = self._named(found)
         if named:
-            call = self._guard.position.next_call(operator)
-            self._gradients.record_complete(named, call=call, operator=operator)
+            self._gradients.record_complete(named, operator=operator)
 
     def _named(self, parameters: Iterable[Tensor]) -> list[NamedParameter]:
         named = [(self._name_of(parameter), parameter) for parameter in parameters]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from torch._C._functorch import peek_interpreter_stack
 from upguard_plugin.capture.boundaries import Boundary, find_boundaries
 from upguard_plugin.capture.flow import Flow
 from upguard_plugin.capture.recompute import RecomputeCalls, Region
+from upguard_plugin.capture.rng import look
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.tensors import Leaves, arguments_in, tensors_in
 
@@ -41,6 +42,7 @@ class Call:
     grad: bool  # whether gradients are on
     region: Region | None  # of activation checkpointing
     handling: bool  # whether the caller was handling an exception when it made the call
+    random: dict[str, bytes] = field(default_factory=dict)  # random states as the call began
 
 
 class ModuleProbe:
@@ -102,6 +104,7 @@ class ModuleProbe:
             self.recorder.note(f"arguments of class {name} were not recorded")
         if boundary.parameters and self._guard.config.weights_in_use != "off":
             self._record_weights(call, module)
+        call.random = look()
 
     @shielded
     def _after(
@@ -113,6 +116,7 @@ class ModuleProbe:
             return
         failed = output is None and not call.handling and sys.exc_info()[1] is not None
         if call.boundary.recorded and self.recorder.active and not failed:
+            self._record_draws(call)
             if isinstance(output, torch.Tensor):
                 self._record(call, "output", [("0", output)])
             else:
@@ -199,6 +203,16 @@ class ModuleProbe:
                 self.recorder.record_value(
                     boundary.name, leaf, role=role, slot=slot, phase=call.phase,
                     operator=boundary.operator, call=call.number, microbatch=call.microbatch,
+                )  # fmt: skip
+
+    def _record_draws(self, call: Call) -> None:
+        """The random states that a call which drew from them began with: an input of it."""
+        now = look() if call.random else {}
+        for slot, state in call.random.items():
+            if now.get(slot) != state:
+                self.recorder.record_bytes(
+                    call.boundary.name, state, role="rng", slot=slot, phase=call.phase,
+                    operator=call.boundary.operator, call=call.number, microbatch=call.microbatch,
                 )  # fmt: skip
 
     def _record_weights(self, call: Call, module: nn.Module) -> None:

@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from upguard_plugin.errors import RunDirectoryError
+from upguard_plugin.errors import RunDirectoryError, TraceError
 from upguard_plugin.trace import index
+from upguard_plugin.trace.files import read_whole
 from upguard_plugin.trace.manifest import NAME as MANIFEST_NAME
 
 CLAIM_NAME = "claim.json"
@@ -207,10 +208,17 @@ def _claim_bytes(claim: _Claim) -> bytes:
 
 def _read_claim(directory: Path) -> _Claim | None:
     """The claim on a directory, or None if there is none or it is half written."""
-    try:
-        return _Claim(**json.loads((directory / CLAIM_NAME).read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):
+    path = directory / CLAIM_NAME
+    if not os.path.lexists(path):
         return None
+    try:
+        return _Claim(**json.loads(read_whole(path, limit=1 << 16)))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    except TraceError:
+        if os.path.lexists(path):
+            raise
+        return None  # removed a moment ago, by a rank that overwrites the run
 
 
 def _stuck(path: Path) -> RunDirectoryError:
