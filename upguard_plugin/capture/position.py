@@ -24,7 +24,9 @@ class Position:
     iteration: int | None = None
     microbatch: int = NONE
     phase: str = "start"
-    module: str = ""  # the innermost module whose forward is running
+    module: str = ""  # the innermost module whose forward is running; the next two are of its call
+    module_call: int = 0
+    module_microbatch: int = NONE
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @contextmanager

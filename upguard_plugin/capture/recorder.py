@@ -23,7 +23,7 @@ import torch
 
 from upguard_plugin.capture.deferred import DeferredRows, Ticket
 from upguard_plugin.capture.position import Position
-from upguard_plugin.capture.storages import Storages, is_tracked, look
+from upguard_plugin.capture.storages import Storage, Storages, extent_of, look
 from upguard_plugin.capture.tensors import as_bytes
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue, Hashes
@@ -64,7 +64,6 @@ class Recorder:
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
-        self.at_work = False  # operators that run now are ours, not the training's
         self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._writer = writer
         self._queue = queue_
@@ -78,6 +77,7 @@ class Recorder:
         self._first_seq = 0
         self._noted: set[str] = set()
         self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
+        self.phases_left_out: frozenset[str] = frozenset()
         self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
         self.on_first_step: Callable[[], None] | None = None  # called when it is written
         self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
@@ -131,6 +131,7 @@ class Recorder:
     def key_of(
         self, boundary: str, tensor: torch.Tensor, *, role: str, slot: str, phase: str,
         operator: str | None, placement: Placement | None, source: Source | None = None,
+        moment: str | None = None,
     ) -> int:  # fmt: skip
         """The number under which events of this kind are recorded; NONE for a role left out.
 
@@ -140,7 +141,7 @@ class Recorder:
             return NONE
         parts = (
             boundary, phase, role, slot, tensor.dtype, tensor.shape,
-            operator, None, placement, None, None, source,
+            operator, moment, placement, None, None, source,
         )  # fmt: skip
         with self._lock:
             return self._key_of(parts)
@@ -148,15 +149,19 @@ class Recorder:
     def record_as(
         self, key: int, tensor: torch.Tensor, placement: Placement | None = None,
         microbatch: int | None = None, call: int = 0, producer: int = NONE, same_as: int = NONE,
+        storage: Storage | None = None,
     ) -> int:  # fmt: skip
-        """As `record`, with all that does not change given as a `key_of` this kind of tensor."""
+        """As `record`, with all that does not change given as a `key_of` this kind of tensor.
+
+        storage: what `storages` has of this tensor, if the caller has looked it up already.
+        """
         if key == NONE:
             return NONE
         with self._lock:
             if same_as >= self._first_seq:
                 taken, writer = self._rows[(same_as - self._first_seq + 1) * len(_FIELDS) - 1], NONE
             else:
-                taken, writer = self._fingerprint(self._keys[key].boundary, tensor, placement)
+                taken, writer = self._fingerprint(key, tensor, placement, storage)
             if taken == NONE:
                 return NONE
             producer = writer if producer == NONE else producer
@@ -196,7 +201,8 @@ class Recorder:
 
     def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Take the fingerprint of `tensor` now for a reserved event, as `record` does."""
-        self._deferred.fill(ticket, tensor)
+        with torch._C._DisableTorchDispatch():
+            self._deferred.fill(ticket, tensor)
 
     def cancel(self, ticket: Ticket) -> None:
         """Say that a reserved event will never have its tensor; a note in the trace names it."""
@@ -219,7 +225,7 @@ class Recorder:
             return
         phase = phase or self.position.phase
         with self._lock:
-            slots = self._put_many(entries)
+            slots = self._put_many(entries, phase)
             for (boundary, tensor, placement), taken in zip(entries, slots, strict=True):
                 if taken == NONE:
                     continue
@@ -320,36 +326,49 @@ class Recorder:
                 self._batches.put(batch)
 
     def _fingerprint(
-        self, boundary: str, tensor: torch.Tensor, placement: Placement | None
+        self, key: int, tensor: torch.Tensor, placement: Placement | None, storage: Storage | None
     ) -> tuple[int, int]:
         """The slot of the tensor's fingerprint, and the seq of the event that wrote it last."""
-        if self.storages is None or not is_tracked(tensor):
-            return self._put(boundary, tensor, placement), NONE
-        storage = self.storages.of(tensor)
-        view = (look(tensor), id(placement))
+        storages = self.storages
+        if storages is not None and storage is None:
+            storage = storages.find(tensor)
+        if storages is None or storage is None:
+            return self._put(self._keys[key].boundary, tensor, placement), NONE
+        view = look(tensor) if placement is None else (look(tensor), id(placement))
         slot = storage.known.get(view)
-        if slot is None or self.storages.is_due():
-            slot = self._put(boundary, tensor, placement)
+        if slot is None or storages.is_due():
+            slot = self._put(self._keys[key].boundary, tensor, placement)
             if storage.in_sight and slot != NONE:
                 storage.known[view] = slot
-        return slot, storage.writer_of(tensor)
+        return slot, storage.writer_of(extent_of(tensor))
 
     def _put(self, boundary: str, tensor: torch.Tensor, placement: Placement | None) -> int:
         """The slot of the tensor's fingerprint, or NONE, noted, if it can have none."""
-        self.at_work = True
         try:
-            return self._queue.put(tensor, placement)
+            # What hashing runs is none of the training's operators: no mode sees it.
+            with torch._C._DisableTorchDispatch():
+                return self._queue.put(tensor, placement)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {boundary} was not recorded: {error.sentence}")
             return NONE
-        finally:
-            self.at_work = False
 
-    def _put_many(self, entries: Sequence[Entry]) -> Sequence[int]:
+    def _put_many(self, entries: Sequence[Entry], phase: str) -> Sequence[int]:
+        slots = [self._slot_of_writer(tensor, phase) for _, tensor, _ in entries]
+        fresh = [entry for entry, slot in zip(entries, slots, strict=True) if slot == NONE]
         try:
-            return self._queue.put_many([e[1] for e in entries], [e[2] for e in entries])
+            with torch._C._DisableTorchDispatch():
+                taken = self._queue.put_many([e[1] for e in fresh], [e[2] for e in fresh])
         except UnsupportedTensorError:  # nothing was taken; find out which it was
             return [self._put(*entry) for entry in entries]
+        hashed = iter(taken)
+        return [next(hashed) if slot == NONE else slot for slot in slots]
+
+    def _slot_of_writer(self, tensor: torch.Tensor, phase: str) -> int:
+        """The slot of a tensor that an operator wrote in this very phase, as far as is known."""
+        storage = None if self.storages is None else self.storages.find(tensor)
+        if storage is None or storage.written_in != phase:
+            return NONE
+        return storage.known.get(look(tensor), NONE)
 
     def _key_of(self, parts: tuple[Any, ...]) -> int:
         # Placements, groups and sources are slow to hash for every event; the key table keeps each

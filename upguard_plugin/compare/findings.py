@@ -25,7 +25,17 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 # Inputs and outputs are those of operators that ran since the last step: the state comes behind.
-START_ORDER = ("input", "param", "buffer", "grad", "main_grad", "master", "optimizer_state", "scalar", "rng")
+START_ORDER = (
+    "input",
+    "param",
+    "buffer",
+    "grad",
+    "main_grad",
+    "master",
+    "optimizer_state",
+    "scalar",
+    "rng",
+)
 _PAST_START = 1 << 48  # places behind the state found at start; more than a step has events
 _START_RANK = np.array(
     [
