@@ -60,8 +60,9 @@ def train(
             y.sum().backward()
             optimizer.step()
             guard.step()
-    end = open_trace(output).end(0)
-    assert end.complete, end.reason
+    if settings.get("enabled", True):
+        end = open_trace(output).end(0)
+        assert end.complete, end.reason
     return output
 
 

@@ -442,8 +442,9 @@ class Recorder:
 
 def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
     """A 0-dim CPU tensor to put numbers in, and numpy's view of it."""
-    tensor = torch.zeros((), dtype=dtype, device="cpu")
-    return tensor, tensor.numpy()
+    with torch._C._DisableTorchDispatch():  # for no mode to see
+        tensor = torch.zeros((), dtype=dtype, device="cpu")
+        return tensor, tensor.numpy()
 
 
 def _rows_of(hashes: Hashes, slots: np.ndarray) -> Hashes:

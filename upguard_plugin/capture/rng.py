@@ -76,7 +76,8 @@ def numpy_state() -> bytes:
 
 def generator_state(generator: torch.Generator) -> bytes:
     """State of a torch generator. Does not wait for its device."""
-    state = generator.get_state().numpy().tobytes()
+    with torch._C._DisableTorchDispatch():  # none of the training's operators
+        state = generator.get_state().numpy().tobytes()
     if generator.device.type == "cpu" and len(state) == _CPU_STATE_BYTES:
         return b"".join(state[field] for field in _CPU_FIELDS)
     return state

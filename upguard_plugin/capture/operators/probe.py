@@ -23,6 +23,7 @@ from upguard_plugin.capture.operators.opaque import OpaqueCode
 from upguard_plugin.capture.operators.places import Place
 from upguard_plugin.capture.operators.schema import Operator, describe, opaque_operator
 from upguard_plugin.capture.operators.sites import Site, Sites
+from upguard_plugin.capture.rng import generator_state
 from upguard_plugin.capture.shield import out_of_sight, shielded
 from upguard_plugin.capture.storages import Storages, extent_of
 from upguard_plugin.trace.batch import NONE
@@ -187,9 +188,9 @@ class OperatorProbe(TorchDispatchMode):
         place, phase = self._locator.place_of(arguments)
         if not self._is_selected(place.boundary, phase):
             return Running(operator, arguments, place, phase) if operator.has_effects else None
-        running = self._running(operator, place, phase, arguments)
+        running, site = self._running(operator, place, phase, arguments)
         if operator.is_random:
-            self._record_generator(running, kwargs)
+            self._record_generator(running, site, kwargs)
         if not operator.makes_uninitialised:
             for argument in arguments:
                 if self._has_value(operator, argument):
@@ -247,7 +248,7 @@ class OperatorProbe(TorchDispatchMode):
 
     def _running(
         self, operator: Operator, place: Place, phase: str, arguments: list[Argument]
-    ) -> Running:
+    ) -> tuple[Running, Site]:
         boundary, source, sites = place.boundary, place.source, self._sites
         elements: tuple[Site, ...] = ()
         if operator.is_foreach:
@@ -255,7 +256,7 @@ class OperatorProbe(TorchDispatchMode):
             elements = tuple(sites.of(owner, operator.name, phase, source) for owner in owners)
         site = sites.of(boundary, operator.name, phase, source)
         call = sites.next_call(site, place.microbatch, self._position.module_call)
-        return Running(operator, arguments, place, phase, site, call, elements)
+        return Running(operator, arguments, place, phase, site, call, elements), site
 
     def _is_selected(self, boundary: str, phase: str) -> bool:
         if phase in self.recorder.phases_left_out:
@@ -281,15 +282,18 @@ class OperatorProbe(TorchDispatchMode):
             storage=argument.storage,
         )  # fmt: skip
 
-    def _record_generator(self, running: Running, kwargs: dict[str, Any]) -> None:
+    def _record_generator(self, running: Running, site: Site, kwargs: dict[str, Any]) -> None:
         """The state that the operator will draw from is one of its inputs."""
         generator = kwargs.get("generator")
         if generator is None:
             device = next((argument.tensor.device for argument in running.arguments), None)
             generator = _default_generator(kwargs.get("device") or device)
         if generator is not None:
-            argument = Argument(_RNG_SLOT, _RNG_SLOT, NONE, generator.get_state())
-            self._record(running, argument, "rng", None)
+            self.recorder.record_bytes(
+                site.boundary, generator_state(generator), role="rng", slot=_RNG_SLOT,
+                phase=running.phase, call=running.call, operator=site.operator,
+                microbatch=running.place.microbatch,
+            )  # fmt: skip
 
     def _follow_step(self) -> None:
         if self._position.step == self._step:
