@@ -30,7 +30,7 @@ from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.recorder import Recorder
-from upguard_plugin.capture.run import find_rank, open_run
+from upguard_plugin.capture.run import find_rank, first_recorded_rank, open_run, say_size
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
@@ -79,6 +79,8 @@ def enable(
     recorder = Recorder(writer, FingerprintQueue(), settings.roles)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
+    if rank == first_recorded_rank(settings, world_size):
+        recorder.on_first_step = lambda: say_size(writer.bytes_written)
     try:
         guard.attach()
     except BaseException:

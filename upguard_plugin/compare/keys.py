@@ -22,6 +22,7 @@ Bools = npt.NDArray[np.bool_]
 
 PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 ROLE_NUMBER = {role: number for number, role in enumerate(ROLES)}
+SWITCHES = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class KeyColumns:
     role: Ints  # place in ROLES
     is_operator: Bools  # an operator call; else a module, a state, a batch
     is_collective: Bools
+    is_switch: Bools  # chooses an implementation of the optimizer, not what it computes
     parameters: frozenset[str]  # boundaries that are parameters
     roles: frozenset[str]
 
@@ -63,6 +65,7 @@ class KeySpace:
             np.array([ROLE_NUMBER[key.role] for key in keys], dtype=np.int64),
             np.array([is_operator(key) for key in keys], dtype=np.bool_),
             np.array([is_collective(key) for key in keys], dtype=np.bool_),
+            np.array([_is_switch(key) for key in keys], dtype=np.bool_),
             frozenset(key.boundary for key in keys if key.role == "param"),
             frozenset(key.role for key in keys),
         )
@@ -83,6 +86,10 @@ def is_operator(key: EventKey) -> bool:
 
 def is_collective(key: EventKey) -> bool:
     return key.op is not None or key.group is not None
+
+
+def _is_switch(key: EventKey) -> bool:
+    return key.role == "scalar" and key.boundary.rpartition(".")[2] in SWITCHES
 
 
 def _place(key: EventKey) -> tuple[Hashable, ...]:

@@ -47,7 +47,7 @@ def _when(found: Divergence) -> str:
 
 
 def _divergence_rows(found: Divergence, verdict: Verdict) -> list[tuple[str, str]]:
-    boundary = found.boundary or "(the model)"
+    boundary = found.boundary
     if found.operator is not None:
         boundary += f", operator {found.operator}"
     if found.call:
@@ -117,14 +117,14 @@ def _distance(found: Divergence) -> str:
 
 
 def _place(found: Divergence) -> str:
-    where = f"{found.boundary or '(the model)'} {found.role} {found.slot}"
+    where = f"{found.boundary} {found.role} {found.slot}"
     return f"{_when(found)}: {where} ({found.kind})"
 
 
 def _event(event: EventRef) -> str:
     microbatch = "" if event.microbatch is None else f", micro-batch {event.microbatch}"
     return (
-        f"{event.boundary or '(the model)'} {event.role} {event.slot} "
+        f"{event.boundary} {event.role} {event.slot} "
         f"(step {event.step}{microbatch}, {event.phase}, rank {event.rank})"
     )
 
