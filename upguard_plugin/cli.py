@@ -163,6 +163,27 @@ def show(
     return EXIT_IDENTICAL
 
 
+@upguard.command(context_settings={"allow_interspersed_args": False})
+@click.option("--config", metavar="FILE", help="Settings, JSON or YAML.")
+@click.option("--level", help="How much to record: stage, module (the default) or op.")
+@click.option("--output", metavar="DIR", help="Run directory; the default is runs/NAME-1, -2, ...")
+@click.option("--cpu", is_flag=True, help="Let a CUDA-only program (Megatron) run on the CPU.")
+@click.option("--repeat", metavar="N", type=int, default=1, help="Run it N times, to DIR/1, ...")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
+def run(
+    config: str | None,
+    level: str | None,
+    output: str | None,
+    cpu: bool,
+    repeat: int,
+    command: tuple[str, ...],
+) -> int:
+    """Run a deepspeed, torchrun, mpiexec, srun, accelerate or python command, recorded."""
+    from upguard_plugin.launch.run import Options, run_recorded  # slow to load: pyarrow
+
+    return run_recorded(command, Options(config, level, output, cpu, repeat))
+
+
 @upguard.command()
 @click.option(
     "--fault",
@@ -196,27 +217,6 @@ def demo(fault: str, only_list: bool, output: str | None, form: str) -> int:
     lines = [findings_json(findings)] if form == "json" else map(finding_text, findings)
     write_report(lines, None, False)
     return EXIT_IDENTICAL if all(finding.is_right for finding in findings) else EXIT_DIVERGENT
-
-
-@upguard.command(context_settings={"allow_interspersed_args": False})
-@click.option("--config", metavar="FILE", help="Settings, JSON or YAML.")
-@click.option("--level", help="How much to record: stage, module (the default) or op.")
-@click.option("--output", metavar="DIR", help="Run directory; the default is runs/NAME-1, -2, ...")
-@click.option("--cpu", is_flag=True, help="Let a CUDA-only program (Megatron) run on the CPU.")
-@click.option("--repeat", metavar="N", type=int, default=1, help="Run it N times, to DIR/1, ...")
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
-def run(
-    config: str | None,
-    level: str | None,
-    output: str | None,
-    cpu: bool,
-    repeat: int,
-    command: tuple[str, ...],
-) -> int:
-    """Run a deepspeed, torchrun, mpiexec, srun, accelerate or python command, recorded."""
-    from upguard_plugin.launch.run import Options, run_recorded  # slow to load: pyarrow
-
-    return run_recorded(command, Options(config, level, output, cpu, repeat))
 
 
 def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:
