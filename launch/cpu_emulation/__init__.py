@@ -53,10 +53,14 @@ class Emulation:
     def _start(self) -> None:
         self._finder = TritonStubFinder()
         sys.meta_path.insert(0, self._finder)
-        self._requests.append(when_imported("torch", self._emulate_torch))
-        for name, mend in mends(self._patches).items():
-            self._requests.append(when_imported(name, mend))
-        self._patches.follow_copies()
+        try:
+            self._requests.append(when_imported("torch", self._emulate_torch))
+            for name, mend in mends(self._patches).items():
+                self._requests.append(when_imported(name, mend))
+            self._patches.follow_copies()
+        except BaseException:
+            self.restore()
+            raise
 
     def _emulate_torch(self, torch: ModuleType) -> None:
         # Slow to load: they need torch, which this package must not import by itself.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.utils._device
 from torch.distributed import device_mesh
 
+from upguard_plugin.errors import UsageError
 from upguard_plugin.launch.cpu_emulation import emulate_cuda
 from upguard_plugin.launch.cpu_emulation.distributed import _kept_until_sent, _on_gloo
 from upguard_plugin.launch.cpu_emulation.megatron import triton_stub_if_missing
@@ -82,6 +83,16 @@ def test_an_inner_emulation_leaves_the_outer_one_alone(emulation):
     emulate_cuda().restore()
 
     assert torch.cuda.is_available()
+
+
+def test_a_real_gpu_is_not_replaced(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    attributes = all_attributes()
+
+    with pytest.raises(UsageError, match="sees a real GPU"):
+        emulate_cuda()
+
+    assert all_attributes() == attributes
 
 
 def test_clients_see_a_gpu_and_torch_does_not(emulation, monkeypatch):
@@ -341,6 +352,7 @@ def test_the_dataset_helper_is_built_for_this_python(fake_megatron, emulation):
 
 
 HALF_IMPORTED = """
+from upguard_plugin.errors import UsageError
 from upguard_plugin.launch.cpu_emulation import emulate_cuda
 
 emulation = emulate_cuda()
