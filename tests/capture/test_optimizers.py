@@ -224,6 +224,24 @@ def test_masters_are_matched_by_order_and_shape_or_numbered():
     assert match_masters([torch.ones(9)], parameters) == ["master0"]
 
 
+def test_a_master_that_its_parameter_points_to_takes_its_name():
+    # As Megatron does; by order alone two parameters of one shape would be confused.
+    first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    model = nn.Sequential(first, second)
+    for layer in (first, second):
+        layer.weight.main_param = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD([second.weight.main_param, first.weight.main_param], lr=0.1)
+    with recording(model, optimizer) as (guard, run):
+        model(torch.ones(2, 3))
+        guard.step()
+
+    masters = run.where(step=0, phase="start", role="master")
+    weights = {e.boundary: e.h for e in run.where(step=0, phase="start", role="param")}
+
+    assert [e.boundary for e in masters] == ["1.weight", "0.weight"]
+    assert {e.boundary: e.h for e in masters} == weights
+
+
 def run_resumed(swap):
     """Two optimizers, saved after step 1 and loaded into a new process's objects."""
 
