@@ -94,7 +94,7 @@ def tensors(largest_mib):
     yield "float32 16 MiB, 64 columns of 4096", make(torch.float32, (65536, 128))[:, :64]
     num_bytes = 1
     while num_bytes <= largest_mib << 20:
-        yield f"uint8 {num_bytes} B", make(torch.int64, (num_bytes,)).to(torch.uint8)
+        yield f"uint8 {num_bytes} B", torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
         num_bytes *= 32
 
 

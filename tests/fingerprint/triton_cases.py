@@ -34,9 +34,9 @@ def triton_hashes(tensors, placements=None, sketch_size=0):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_every_dtype(dtype):
-    shapes = [(), (0,), (1,), (7,), (3, 5), (5, 6, 7), (3, 4099)]
+    shapes = [(), (0,), (7,), (5, 6, 7), (3, 2100)]
     tensors = [random_tensor(dtype, shape, seed) for seed, shape in enumerate(shapes)]
-    tensors += [tensors[4].t(), tensors[5].permute(2, 0, 1)[::2], tensors[6][:, 3:100]]
+    tensors += [tensors[3].permute(2, 0, 1)[::2], tensors[4][:, 3:100]]
 
     pairs, _ = triton_hashes(tensors)
 

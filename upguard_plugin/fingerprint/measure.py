@@ -111,8 +111,11 @@ def _add_to_sketch(values: Floats, first: int, lanes: Floats, buckets: Floats) -
     while k < values.shape[0]:
         lane = (column + k) & (size - 1)
         count = min(size - lane, values.shape[0] - k)
+        # Views first: an index that may be negative would keep the loop from becoming vector code.
+        into, part = lanes[lane : lane + count], values[k : k + count]
         signs = COLUMN_SIGNS[column + k : column + k + count]
-        lanes[lane : lane + count] += values[k : k + count] * signs
+        for j in range(count):
+            into[j] += part[j] * signs[j]
         k += count
     rotation = mix(u64(SEED_BLOCK_SIGN) ^ (u64(block) * u64(GOLDEN))) >> u64(20)
     word = u64(0)
@@ -144,7 +147,7 @@ def _measure(
         done += n
 
 
-@compile_kernel
+@compile_kernel(nogil=True)
 def measure_sweeps(
     table: int, num_sweeps: int, out: int, measures: int, columns: int, size: int, scratch: int
 ) -> None:
