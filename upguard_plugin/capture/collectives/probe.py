@@ -66,6 +66,11 @@ class CollectiveProbe:
         self._library: torch.library.Library | None = None
         self._functional: torch.library.Library | None = None
 
+    @classmethod
+    def in_use(cls) -> bool:
+        """Whether a probe of this process is attached."""
+        return cls._attached is not None
+
     def attach(self) -> None:
         """Begin to watch. Raises UsageError if another probe of this process is attached."""
         if CollectiveProbe._attached is not None:
@@ -260,6 +265,8 @@ def _describe(what: Plan, caller: Caller) -> str:
 
 def _untouched_inputs(what: Plan) -> tuple[Buffer, ...]:
     """Inputs that the collective must leave alone: those that share no memory with an output."""
+    if what.spoils_inputs:
+        return ()
     written = {_storage(buffer.tensor) for buffer in what.outputs}
     return tuple(b for b in what.inputs if _storage(b.tensor) not in written)
 
