@@ -85,6 +85,10 @@ class DataProbe:
         self._record_leaves(found, 0, "eval" if evaluates else "data")
 
     def _record_leaves(self, found: list[tuple[str, Any]], batch_dim: int, phase: str) -> None:
+        nested = [name for name, v in found if isinstance(v, Tensor) and v.is_nested]
+        for boundary in nested:
+            self.recorder.note(f"{boundary}: its batch is a nested tensor and is not seen")
+        found = [(name, v) for name, v in found if name not in nested]
         num_samples = _num_samples([v for _, v in found if isinstance(v, Tensor)], batch_dim)
         for boundary, value in found:
             call = self._guard.position.next_call(boundary)

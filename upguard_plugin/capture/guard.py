@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.collectives import CollectiveProbe
@@ -72,7 +73,8 @@ def enable(
     optimizers = tuple(o for o in optimizers if o is not None)
     place = layout_of(layout, rank, world_size)
     rules = Placements(placements, place)
-    names = ParameterNames(models, tied)
+    stages = place.axis("pp")
+    names = ParameterNames(models, tied, whole=stages is None or stages.size == 1)
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
@@ -287,13 +289,18 @@ def _number_in(tensor: torch.Tensor) -> float | None:
 def _named_models(model: nn.Module | Sequence[nn.Module]) -> Models:
     """(prefix, model) of each: no prefix for a single one, `model0.`, `model1.`, ... for several.
 
-    Raises ConfigError for anything but modules.
+    Raises ConfigError for anything but modules that are ready to run.
     """
     models = tuple(model) if isinstance(model, (list, tuple)) else (model,)
     for given in models:
         if not isinstance(given, nn.Module):
             raise ConfigError(
                 f"cannot record a {type(given).__name__}: enable() takes an nn.Module or a list"
+            )
+        if any(is_lazy(parameter) for parameter in given.parameters()):
+            raise ConfigError(
+                f"cannot record a {type(given).__name__}: it has parameters without a shape",
+                remedy="run one forward before enable()",
             )
     if len(models) == 1:
         return (("", models[0]),)

@@ -144,6 +144,7 @@ class ModuleProbe:
         self._guard.begin_step_if_needed()
         if self._step != self._position.step:
             self._begin_step()
+        self._flow.prune()
         if not module.training or not grad:
             phase = "eval"
         elif boundary.is_loss and self._position.phase == "loss":
