@@ -1,8 +1,8 @@
 """Two or more real processes of one gloo job, started once and used for many small calls.
 
-    ranks = Ranks(2)
-    first, second = ranks.run(function, argument)    # function(argument), on each rank
-    ranks.close()
+ranks = Ranks(2)
+first, second = ranks.run(function, argument)    # function(argument), on each rank
+ranks.close()
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, store: str) -> None:
     while True:
         try:
             function, args = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             break
         try:
             answer = (True, function(*args))

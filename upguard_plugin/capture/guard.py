@@ -302,6 +302,12 @@ def _named_models(model: nn.Module | Sequence[nn.Module]) -> Models:
                 f"cannot record a {type(given).__name__}: it has parameters without a shape",
                 remedy="run one forward before enable()",
             )
+        for part in given.modules():
+            if isinstance(part, nn.DataParallel) and len(part.device_ids) > 1:
+                raise ConfigError(
+                    "cannot record nn.DataParallel: its threads have no program order",
+                    remedy="use DistributedDataParallel",
+                )
     if len(models) == 1:
         return (("", models[0]),)
     return tuple((f"model{i}.", m) for i, m in enumerate(models))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from upguard_plugin.capture.boundaries import Boundary, find_boundaries
 from upguard_plugin.capture.flow import Flow
 from upguard_plugin.capture.recompute import RecomputeCalls, Region
+from upguard_plugin.capture.rng import look
 from upguard_plugin.capture.shield import Hook, out_of_sight, shielded
 from upguard_plugin.capture.tensors import Leaves, arguments_in, tensors_in
 
@@ -39,6 +40,7 @@ class Call:
     grad: bool  # whether gradients are on
     region: Region | None  # of activation checkpointing
     handling: bool  # whether the caller was handling an exception when it made the call
+    random: dict[str, bytes] = field(default_factory=dict)  # random states as the call began
 
 
 class ModuleProbe:
@@ -100,6 +102,7 @@ class ModuleProbe:
             self.recorder.note(f"arguments of class {name} were not recorded")
         if boundary.parameters and self._guard.config.weights_in_use != "off":
             self._record_weights(call, module)
+        call.random = look()
 
     @shielded
     def _after(
@@ -111,6 +114,7 @@ class ModuleProbe:
             return
         failed = output is None and not call.handling and sys.exc_info()[1] is not None
         if call.boundary.recorded and self.recorder.active and not failed:
+            self._record_draws(call)
             if isinstance(output, torch.Tensor):
                 self._record(call, "output", [("0", output)])
             else:
@@ -186,6 +190,16 @@ class ModuleProbe:
                 self.recorder.record_value(
                     boundary.name, leaf, role=role, slot=slot, phase=call.phase,
                     operator=boundary.operator, call=call.number, microbatch=call.microbatch,
+                )  # fmt: skip
+
+    def _record_draws(self, call: Call) -> None:
+        """The random states that a call which drew from them began with: an input of it."""
+        now = look() if call.random else {}
+        for slot, state in call.random.items():
+            if now.get(slot) != state:
+                self.recorder.record_bytes(
+                    call.boundary.name, state, role="rng", slot=slot, phase=call.phase,
+                    operator=call.boundary.operator, call=call.number, microbatch=call.microbatch,
                 )  # fmt: skip
 
     def _record_weights(self, call: Call, module: nn.Module) -> None:

@@ -332,7 +332,7 @@ class Recorder:
             slot = self._put(boundary, tensor, placement)
             if storage.in_sight and slot != NONE:
                 storage.known[view] = slot
-        return slot, storage.writer
+        return slot, storage.writer_of(tensor)
 
     def _put(self, boundary: str, tensor: torch.Tensor, placement: Placement | None) -> int:
         """The slot of the tensor's fingerprint, or NONE, noted, if it can have none."""

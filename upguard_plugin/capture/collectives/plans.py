@@ -47,6 +47,7 @@ class Plan:
     root: int | None = None  # global rank
     peer: int | None = None  # global rank of the other end of a message; None: any, or no message
     tag: int | None = None  # None: not a message
+    spoils_inputs: bool = False  # inputs are scratch space, also where they are no outputs
     has_completion: bool = True  # False: there is nothing to see when it is over
 
     @property
@@ -100,9 +101,14 @@ def _all_reduce(args: Args, member: Member) -> Plan:
 def _reduce(args: Args, member: Member) -> Plan:
     tensors, _, op, root = args[:4]
     buffers = _slots(tensors)
-    # The others' buffers are scratch space afterwards.
-    outputs = buffers if member.index == root else ()
-    return Plan("reduce", buffers, outputs, _reduce_op(op), member.global_rank(root))
+    return Plan(
+        "reduce",
+        buffers,
+        buffers if member.index == root else (),
+        _reduce_op(op),
+        member.global_rank(root),
+        spoils_inputs=True,
+    )
 
 
 def _broadcast(args: Args, member: Member) -> Plan:

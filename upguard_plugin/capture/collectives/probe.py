@@ -265,6 +265,8 @@ def _describe(what: Plan, caller: Caller) -> str:
 
 def _untouched_inputs(what: Plan) -> tuple[Buffer, ...]:
     """Inputs that the collective must leave alone: those that share no memory with an output."""
+    if what.spoils_inputs:
+        return ()
     written = {_storage(buffer.tensor) for buffer in what.outputs}
     return tuple(b for b in what.inputs if _storage(b.tensor) not in written)
 
