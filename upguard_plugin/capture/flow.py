@@ -59,7 +59,6 @@ class Flow:
 
     def __init__(self, guard: Guard) -> None:
         self.recorder = guard.recorder
-        self.backward_microbatch = NONE  # of the forward whose gradients are flowing
         self._guard = guard
         self._seen: dict[int, Seen] = {}
         self._limit = FIRST_LIMIT
@@ -104,7 +103,6 @@ class Flow:
         for seen in self._seen.values():
             _release_leaf(seen)
         self._seen.clear()
-        self.backward_microbatch = NONE
 
     def prune(self) -> None:
         """Forget tensors that are gone, where many have been: an evaluation may be long."""
@@ -141,7 +139,7 @@ class Flow:
         # No return value: anything but None would replace the gradient.
         if not self.recorder.active or not crossings:
             return
-        self.backward_microbatch = crossings[-1].microbatch
+        self._guard.position.backward_microbatch = crossings[-1].microbatch
         self._guard.position.phase = "backward"
         same, placed = NONE, None
         for crossing in reversed(crossings):  # the consumer passes a gradient before the producer

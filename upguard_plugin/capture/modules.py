@@ -129,7 +129,7 @@ class ModuleProbe:
         phase = outer.phase if outer else self._enter(boundary, module, grad)
         microbatch = outer.microbatch if outer else self._position.microbatch
         if phase == "recompute":
-            microbatch = outer.microbatch if outer else self._flow.backward_microbatch
+            microbatch = outer.microbatch if outer else self._position.backward_microbatch
             number = self._recompute.match(boundary.name, microbatch)
             if number is None:
                 number = max(self._position.calls[boundary.name, microbatch] - 1, 0)
