@@ -88,12 +88,6 @@ def test_the_switch_of_the_environment_has_three_states():
     assert states == [True, False, None]
 
 
-def test_variables_carried_by_deepspeed_count_and_the_plain_ones_win():
-    carried = {"PYTHON_UPGUARD": "1", "PYTHON_UPGUARD_LEVEL": "op"}
-    assert load_config(environ=carried).level == "op"
-    assert load_config(environ=carried | {"UPGUARD_LEVEL": "stage"}).level == "stage"
-
-
 def test_every_kind_of_value_is_read_from_text():
     environ = {
         "UPGUARD_STEPS": " 4-6, 10",

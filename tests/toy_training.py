@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.memory_run import Event, MemoryRun, batch, hash_of
-
 from upguard_plugin.records import EventKey, Group
 
 Fault = Callable[[str, int, int], int]

@@ -4,8 +4,8 @@ In:  the command line.
 Out: a report on stdout, an exit code (0 identical, 1 divergent, 2 usage or unreadable, 3 not
      comparable). What goes wrong becomes one message on stderr, never a traceback.
 
-A verb imports its code when it is used, so that `upguard --help` does not pay for numpy and pyarrow.
-A verb returns its exit code.
+A verb imports its code when it is used: `upguard --help` does not pay for numpy and pyarrow. It
+returns its exit code.
 """
 
 from __future__ import annotations
@@ -14,19 +14,48 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import click
 
 from upguard_plugin import __version__
-from upguard_plugin.errors import EXIT_IDENTICAL, EXIT_UNREADABLE, UpGuardError, UsageError
+from upguard_plugin.errors import (
+    EXIT_DIVERGENT,
+    EXIT_IDENTICAL,
+    EXIT_UNREADABLE,
+    UpGuardError,
+    UsageError,
+)
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 EXIT_INTERRUPTED = 130  # what shells give for Ctrl-C
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _Failure(click.ClickException):
+    """An error of ours, as click shows it: the message alone."""
+
+    def __init__(self, error: UpGuardError) -> None:
+        super().__init__(str(error))
+        self.exit_code = error.exit_code  # type: ignore[misc]  # click asks the instance
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, file=file, err=True)
+
+
+class _Verbs(click.Group):
+    """Gives a verb's exit code and our errors to whoever runs the command: shell or test."""
+
+    def invoke(self, ctx: click.Context) -> None:
+        try:
+            ctx.exit(super().invoke(ctx))
+        except UpGuardError as error:
+            raise _Failure(error) from error
+
+
+@click.group(
+    cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(__version__, prog_name="upguard")
 def upguard() -> None:
     """Compare two training runs bit by bit and name the first operation where they differ."""
@@ -134,6 +163,62 @@ def show(
     return EXIT_IDENTICAL
 
 
+@upguard.command(context_settings={"allow_interspersed_args": False})
+@click.option("--config", metavar="FILE", help="Settings, JSON or YAML.")
+@click.option("--level", help="How much to record: stage, module (the default) or op.")
+@click.option("--output", metavar="DIR", help="Run directory; the default is runs/NAME-1, -2, ...")
+@click.option("--cpu", is_flag=True, help="Let a CUDA-only program (Megatron) run on the CPU.")
+@click.option("--repeat", metavar="N", type=int, default=1, help="Run it N times, to DIR/1, ...")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
+def run(
+    config: str | None,
+    level: str | None,
+    output: str | None,
+    cpu: bool,
+    repeat: int,
+    command: tuple[str, ...],
+) -> int:
+    """Run a deepspeed, torchrun, mpiexec, srun, accelerate or python command, recorded."""
+    from upguard_plugin.launch.run import Options, run_recorded  # slow to load: pyarrow
+
+    return run_recorded(command, Options(config, level, output, cpu, repeat))
+
+
+@upguard.command()
+@click.option(
+    "--fault",
+    default="flipped-bit",
+    metavar="NAME",
+    show_default=True,
+    help="What is wrong in the target; `all` tries every fault, one after the other.",
+)
+@click.option("--list", "only_list", is_flag=True, help="Print the faults and what they do.")
+@click.option("--output", type=click.Path(file_okay=False), help="Keep the runs in this folder.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text")
+def demo(fault: str, only_list: bool, output: str | None, form: str) -> int:
+    """Train a small Megatron GPT twice on two processes, once with a fault, and find the fault.
+
+    Exit code 0 if each verdict is the expected one, else 1.
+    """
+    from upguard_plugin.launch.demo.faults import fault_lines, faults_named
+
+    if only_list:
+        write_report(fault_lines(), None, False)
+        return EXIT_IDENTICAL
+    names = faults_named(fault)
+    from upguard_plugin.launch.demo.show import (  # slow to load: numpy, pyarrow, pydantic
+        finding_text,
+        findings_json,
+        run_demo,
+    )
+
+    where = None if output is None else Path(output)
+    findings = run_demo(names, where, say=lambda line: click.echo(line, err=True))
+    lines = [findings_json(findings)] if form == "json" else map(finding_text, findings)
+    write_report(lines, None, False)
+    return EXIT_IDENTICAL if all(finding.is_right for finding in findings) else EXIT_DIVERGENT
+
+
 def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:
     """Print the lines, or write them to the file `output`.
 
@@ -158,18 +243,15 @@ def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; `arguments` default to the process's own."""
     try:
-        code = upguard.main(arguments, prog_name="upguard", standalone_mode=False)
+        code: int = upguard.main(arguments, prog_name="upguard", standalone_mode=False)
         sys.stdout.flush()
-        return code if isinstance(code, int) else EXIT_IDENTICAL
+        return code
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
-    except UpGuardError as error:
-        click.echo(error, err=True)
-        return error.exit_code
     except BrokenPipeError:
         # The reader of our output (head, less) has gone. Python would complain at exit otherwise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

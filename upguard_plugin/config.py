@@ -27,8 +27,6 @@ from upguard_plugin.errors import ConfigError
 __all__ = ["Dump", "UpGuardConfig", "environment_switch", "load_config"]
 
 PREFIX = "UPGUARD_"
-# DeepSpeed hands PYTHON* variables, and no others of ours, to other hosts (docs/switching-on.md).
-CARRIED_PREFIX = "PYTHON_UPGUARD_"
 # Variables that `upguard run` sets for the processes it starts. They are no settings.
 LAUNCH_VARIABLES = frozenset({"UPGUARD_CONFIG", "UPGUARD_RUN_ID", "UPGUARD_CPU"})
 
@@ -123,7 +121,7 @@ def load_config(
     """
     if environment_switch(environ) is False:
         return UpGuardConfig(enabled=False)
-    path = _environment(environ).get("UPGUARD_CONFIG")
+    path = environ.get("UPGUARD_CONFIG")
     if isinstance(argument, (str, os.PathLike)):
         path, argument = os.fspath(argument), None
     merged = _layer(block or {}, block_source)
@@ -139,7 +137,7 @@ def load_config(
 
 def environment_switch(environ: Mapping[str, str] = os.environ) -> bool | None:
     """What the variable UPGUARD says: on, off, or (None) nothing. Raises ConfigError."""
-    text = environ.get("UPGUARD", environ.get("PYTHON_UPGUARD", ""))
+    text = environ.get("UPGUARD", "")
     if not text:
         return None
     return bool(_parsed("enabled", values.BOOL.from_text(text), "environment variable UPGUARD"))
@@ -169,20 +167,10 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
     return layer
 
 
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """UpGuard's variables under their plain names; the plain one wins over the carried one."""
-    carried = {
-        PREFIX + name.removeprefix(CARRIED_PREFIX): text
-        for name, text in environ.items()
-        if name.startswith(CARRIED_PREFIX)
-    }
-    return carried | {n: text for n, text in environ.items() if n.startswith(PREFIX)}
-
-
 def _environment_layer(environ: Mapping[str, str]) -> Layer:
     layer: Layer = {}
-    for variable, text in _environment(environ).items():
-        if variable in LAUNCH_VARIABLES:
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or variable in LAUNCH_VARIABLES:
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name not in _KINDS or name == "enabled":

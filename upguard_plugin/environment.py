@@ -108,9 +108,11 @@ def collect_variables(environ: Mapping[str, str] | None = None) -> dict[str, str
 def device_name() -> str:
     """The device that this process computes on. Initialises none."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        major, minor = torch.cuda.get_device_capability()
-        return f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
+    if torch is not None and _ask(torch.cuda.is_initialized) == "True":
+        name = _ask(torch.cuda.get_device_name)
+        capability = _ask(lambda: "sm_{}{}".format(*torch.cuda.get_device_capability()))
+        if name:
+            return f"{name} {capability}".rstrip()
     return f"cpu: {_cpu_model()}"
 
 

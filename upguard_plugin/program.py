@@ -185,7 +185,8 @@ def _command_settings(command: Sequence[str]) -> Iterator[tuple[str, str]]:
         option = _OPTION.match(text)
         if option is not None:
             _, separator, value = text.partition("=")
-            yield option[1] or option[2], value if separator else following
+            if separator or not _is_option(following):
+                yield option[1] or option[2], value if separator else following
 
 
 def _config_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

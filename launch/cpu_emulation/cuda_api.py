@@ -12,7 +12,7 @@ import functools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -102,13 +102,17 @@ def _no_context(name: str) -> type[_NoContext]:
 
 
 class _DefaultGenerators(Sequence[torch.Generator]):
-    """The CPU's generator under every device index."""
+    """The CPU's generator under every device index; for UpGuard, which reads it anyway, nothing."""
 
     def __getitem__(self, index: Any) -> Any:
         return torch.default_generator
 
     def __len__(self) -> int:
-        return _local_world_size()
+        return 0 if caller_wants_truth() else _local_world_size()
+
+    def __iter__(self) -> Iterator[torch.Generator]:
+        num_generators = 0 if caller_wants_truth() else _local_world_size()
+        return iter([torch.default_generator] * num_generators)
 
 
 def emulate_cuda_api(patches: Patches) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.memory_run import MemoryRun, batch, edited, events, run
 from tests.toy_training import flip, train
-
 from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.trace.batch import RankEnd
@@ -626,3 +625,16 @@ def test_equal_digests_are_not_decoded():
     compare_runs(baseline, target)
 
     assert (baseline.num_reads, target.num_reads) == (1, 1)
+
+
+def test_another_implementation_of_the_optimizer_counts_only_if_its_weights_differ():
+    switch = "start - scalar optimizer.group0.foreach/value {} bool []\n"
+    on, off = switch.format("on") + MLP, switch.format("off") + MLP
+
+    harmless = compared(on, off)
+    elsewhere = compared(on, behind(off, "forward 0 output fc1/out"))
+    wrong = compared(on, behind(off, "optimizer - param fc1.weight/value"))
+
+    assert answer(harmless) == "0 - start optimizer.group0.foreach scalar structure"
+    assert answer(elsewhere) == "0 0 forward fc1 output forward"
+    assert answer(wrong) == "0 - start optimizer.group0.foreach scalar optimizer"

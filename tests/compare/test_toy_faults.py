@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.toy_training import flip, train
 
+from tests.toy_training import flip, train
 from upguard_plugin.compare.runs import compare_runs
 
 # What goes wrong: where its value is made, and the answer:

@@ -188,6 +188,14 @@ def test_cuda_and_cpu_share_one_generator(emulation):
     assert torch.cuda.initial_seed() == 7
 
 
+def test_the_list_of_generators_ends_and_is_empty_for_upguard(emulation, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ask = "len(torch.cuda.default_generators), len(list(torch.cuda.default_generators))"
+
+    assert as_module("megatron.core", ask) == (2, 2)
+    assert as_module("upguard_plugin.capture.rng", ask) == (0, 0)
+
+
 def test_lazy_calls_run_at_once(emulation):
     ran = []
 

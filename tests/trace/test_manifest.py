@@ -77,7 +77,7 @@ def test_a_newer_schema_is_refused_in_clear_words(tmp_path):
 )
 def test_a_field_of_a_wrong_type_is_refused(tmp_path, fields):
     write_changed(tmp_path, **fields)
-    with pytest.raises(TraceError, match="cannot read .*manifest.json: "):
+    with pytest.raises(TraceError, match=r"cannot read .*manifest.json: "):
         read_manifest(tmp_path)
 
 
@@ -100,5 +100,5 @@ def test_an_edited_manifest_is_refused(tmp_path):
 
 
 def test_a_directory_that_cannot_be_written_is_a_sentence(tmp_path):
-    with pytest.raises(RunDirectoryError, match="cannot write .*nowhere/manifest.json: "):
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*nowhere/manifest.json: "):
         write_manifest(tmp_path / "nowhere", FULL)

@@ -5,9 +5,10 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from sample_events import make_batch, make_keys
 
+from tests.trace.sample_events import make_batch, make_keys
 from upguard_plugin.errors import TraceError
 from upguard_plugin.trace.files import to_json
 from upguard_plugin.trace.index import HEADER, RECORD
@@ -29,8 +30,8 @@ def message(action, *args, **kwargs) -> str:
 def read_all(run: Path) -> list:
     trace = open_trace(run)
     return [
-        (trace.layout(rank), trace.end(rank))
-        + tuple(trace.read(rank, entry.step, verify=True) for entry in trace.steps(rank))
+        [trace.layout(rank), trace.end(rank)]
+        + [trace.read(rank, entry.step, verify=True) for entry in trace.steps(rank)]
         for rank in trace.ranks
     ]
 
@@ -255,7 +256,7 @@ def test_more_ranks_than_the_run_had_are_refused(recorded):
     )
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [*FILES, "claim.json"])
 def test_links_are_not_followed(recorded, tmp_path, file):
     path = recorded / file
     path.rename(tmp_path / "elsewhere")
@@ -271,7 +272,7 @@ def test_a_linked_rank_directory_is_no_rank(recorded, tmp_path):
     assert open_trace(recorded).missing_ranks == (0,)
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [*FILES, "claim.json"])
 def test_a_named_pipe_does_not_make_the_reader_wait(recorded, file):
     path = recorded / file
     path.unlink()
@@ -280,7 +281,7 @@ def test_a_named_pipe_does_not_make_the_reader_wait(recorded, file):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not read")
-@pytest.mark.parametrize("file", [*FILES, "."])
+@pytest.mark.parametrize("file", [*FILES, "claim.json", "."])
 def test_what_may_not_be_read_is_a_sentence(recorded, file):
     for parent in recorded.parents:
         if parent.is_relative_to("/tmp/pytest-of-root"):
@@ -298,5 +299,36 @@ def test_what_may_not_be_read_is_a_sentence(recorded, file):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_dumps_that_are_damaged_are_refused(recorded):
-    assert "the run has no dumps of this rank" in message(open_trace(recorded).read_tensors, 0, "a")
+def test_a_dump_that_was_not_made(recorded):
+    path = recorded / "rank00000/tensors/a.safetensors"
+    assert message(open_trace(recorded).read_tensors, 0, "a") == (
+        f"cannot read {path}: the run has no dumps of this rank\n"
+        "  try  record with dump switched on"
+    )
+
+
+def test_a_dump_with_a_flipped_bit_or_cut_off_is_refused(run):
+    writer = RankWriter(run, 0)
+    writer.write_tensors("a", {"x": np.arange(8.0), "y": np.ones((2, 2), np.float16)})
+    writer.close()
+    path = run / "rank00000/tensors/a.safetensors"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 3):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        for data in (bytes(flipped), whole[:place]):
+            path.write_bytes(data)
+            assert str(path) in message(open_trace(run).read_tensors, 0, "a")
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank00000/rank.json", "rank00000/end.json"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1, "1", None, [[]], {"a": {}}])
+def test_numbers_of_a_wrong_type_with_a_right_checksum_are_refused(recorded, file, value):
+    path = recorded / file
+    whole = json.loads(path.read_text())
+    del whole["checksum"]
+    for name in {"world_size", "rank", "layout", "num_steps", "complete"} & set(whole):
+        if name == "num_steps" and value is None:
+            continue  # a run still being written
+        path.write_bytes(to_json(whole | {name: value}))
+        assert str(recorded) in message(read_all, recorded)

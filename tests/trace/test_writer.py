@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import LAYOUT
-from sample_events import all_optional, make_batch, make_keys, same
 
+from tests.trace.sample_events import LAYOUT, all_optional, make_batch, make_keys, same
 from upguard_plugin.errors import RunDirectoryError
 from upguard_plugin.trace import segments, writer
 from upguard_plugin.trace.digest import step_digest
@@ -265,7 +264,9 @@ def test_a_long_reason_and_odd_notes_are_kept(run):
 
 def test_two_writers_do_not_share_a_rank(run):
     RankWriter(run, 0)
-    with pytest.raises(RunDirectoryError, match="cannot record rank 0: .*end.json exists already"):
+    with pytest.raises(
+        RunDirectoryError, match=r"cannot record in .*rank00000: it holds a trace already"
+    ):
         RankWriter(run, 0)
 
 
@@ -273,15 +274,17 @@ def test_dumps_are_read_back(run):
     recorder = RankWriter(run, 0)
     tensors = {"out.0": np.arange(6.0).reshape(2, 3), "out.1": np.array(7, np.int16)}
     recorder.write_tensors("../blocks/1.mlp step 3", tensors)
+    recorder.write_tensors("a" * 1000, tensors)
     recorder.close()
 
+    assert open_trace(run).read_tensors(0, "a" * 1000)["out.1"] == 7
     found = open_trace(run).read_tensors(0, "../blocks/1.mlp step 3")
     assert {name: array.tolist() for name, array in found.items()} == {
         "out.0": [[0, 1, 2], [3, 4, 5]],
         "out.1": 7,
     }
     files = [file.parent.name for file in run.rglob("*.safetensors")]
-    assert files == ["tensors"]
+    assert files == ["tensors", "tensors"]
 
 
 def test_the_digest_in_the_index_is_that_of_the_batch(run):

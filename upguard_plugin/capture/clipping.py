@@ -82,7 +82,7 @@ class ClippingProbe:
 
     def attach(self) -> None:
         """Replace the functions. `detach` puts them back."""
-        replace = [
+        replace: list[tuple[Any, str, Any, Any]] = [
             (clip_grad, "_get_total_norm", self._before_norm, self._after_norm),
             (clip_grad, "_clip_grads_with_norm_", None, self._after_clip),
             (GradScaler, "scale", self._before_scale, None),
@@ -148,8 +148,7 @@ class ClippingProbe:
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         named = self._named(found)
         if named:
-            call = self._guard.position.next_call(operator)
-            self._gradients.record_complete(named, call=call, operator=operator)
+            self._gradients.record_complete(named, operator=operator)
 
     def _named(self, parameters: Iterable[Tensor]) -> list[NamedParameter]:
         named = [(self._name_of(parameter), parameter) for parameter in parameters]

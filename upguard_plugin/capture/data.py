@@ -10,9 +10,6 @@ A tensor that requires a gradient is not a batch: it was computed by the trainin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from upguard_plugin.capture.names import WRAPPERS, is_wrapper
-from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.shield import Hook, out_of_sight, shielded
 from upguard_plugin.capture.snapshot import readable
+from upguard_plugin.capture.tensors import tensors_in
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
@@ -42,7 +40,7 @@ class DataProbe:
         """Hook into the models' forward. `detach` undoes it."""
         for prefix, model in self._guard.models:
             names = argument_names(model)
-            on_forward = partial(self._on_forward, prefix, names)
+            on_forward = Hook(self._on_forward, prefix, names)
             self._handles.append(
                 model.register_forward_pre_hook(on_forward, prepend=True, with_kwargs=True)
             )
@@ -59,7 +57,7 @@ class DataProbe:
         """
         position = self._guard.position
         self._given = (position.step, position.microbatch)
-        self._record_leaves(list(leaves(value, name)), batch_dim, "data")
+        self._record_leaves(tensors_in(value, name), batch_dim, "data")
 
     @shielded
     def _on_forward(
@@ -70,41 +68,37 @@ class DataProbe:
         given = self._given == (position.step, position.microbatch)
         if given or not self.from_inputs or not self.recorder.active:
             return
+        if out_of_sight(self.recorder):
+            return
         self._guard.begin_step_if_needed()
         named = {
             (names[i] if i < len(names) else f"args.{i}"): value for i, value in enumerate(args)
         }
         found = [
-            (prefix + path, value)
+            (prefix + path, leaf)
             for name, argument in (named | kwargs).items()
-            for path, value in leaves(argument, name)
-            if isinstance(value, Tensor) and not value.requires_grad
+            for path, leaf in tensors_in(argument, name)
+            if isinstance(leaf, Tensor | np.ndarray)
         ]
-        evaluates = not model.training and not torch.is_grad_enabled()
+        found = [(n, leaf) for n, leaf in found if not getattr(leaf, "requires_grad", False)]
+        evaluates = not model.training or not torch.is_grad_enabled()
         self._record_leaves(found, 0, "eval" if evaluates else "data")
 
     def _record_leaves(self, found: list[tuple[str, Any]], batch_dim: int, phase: str) -> None:
-        num_samples = _num_samples([v for _, v in found if isinstance(v, Tensor)], batch_dim)
-        for boundary, value in found:
+        found = [(name, _as_tensor(leaf)) for name, leaf in found]
+        num_samples = _num_samples([t for _, t in found if isinstance(t, Tensor)], batch_dim)
+        for boundary, leaf in found:
             call = self._guard.position.next_call(boundary)
-            if isinstance(value, Tensor):
-                has_samples = value.dim() > batch_dim and value.shape[batch_dim] == num_samples
-                self._record_tensor(
-                    boundary, value, phase, call, batch_dim if has_samples else None
-                )
-            elif isinstance(value, str | bytes):
-                data = value.encode() if isinstance(value, str) else value
-                self.recorder.record_bytes(boundary, data, role="data", phase=phase, call=call)
-            else:
-                self.recorder.record_number(boundary, value, role="data", phase=phase, call=call)
+            if isinstance(leaf, Tensor):
+                has_samples = leaf.dim() > batch_dim and leaf.shape[batch_dim] == num_samples
+                self._record_tensor(boundary, leaf, phase, call, batch_dim if has_samples else None)
+            elif leaf is not None:
+                self.recorder.record_value(boundary, leaf, role="data", phase=phase, call=call)
 
     def _record_tensor(
         self, boundary: str, batch: Tensor, phase: str, call: int, batch_dim: int | None
     ) -> None:
         tensor = readable(batch)
-        if tensor is None:
-            self.recorder.note(f"{boundary}: its batch has no bytes and is not seen")
-            return
         placement = self._guard.placement(boundary, "data", "0", tensor)
         self.recorder.record(
             boundary, tensor, role="data", phase=phase, call=call, placement=placement
@@ -117,29 +111,6 @@ class DataProbe:
             )
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, tensor, number, string or bytes) of everything in a nested structure, in its order.
-
-    Arrays count as tensors. What has no value to see (None, other objects) is left out.
-    """
-    if isinstance(value, Tensor | bool | int | float | str | bytes):
-        yield path, value
-        return
-    parts: Any = ()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        yield path, torch.from_numpy(np.ascontiguousarray(value))
-    elif isinstance(value, Mapping):
-        parts = value.items()
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        parts = zip(value._fields, value, strict=True)
-    elif isinstance(value, list | tuple):
-        parts = enumerate(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = ((field.name, getattr(value, field.name)) for field in fields(value))
-    for key, part in parts:
-        yield from leaves(part, f"{path}.{key}" if path else str(key))
-
-
 def argument_names(model: nn.Module) -> tuple[str, ...]:
     """Names of the positional arguments of the forward of the model inside all wrappers."""
     while is_wrapper(model):
@@ -147,6 +118,13 @@ def argument_names(model: nn.Module) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """Arrays as tensors that share their memory; anything else as it is."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+        return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+    return leaf
 
 
 def _num_samples(tensors: list[Tensor], batch_dim: int) -> int | None:

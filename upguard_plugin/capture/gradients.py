@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot, readable
+from upguard_plugin.records import Placement
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
@@ -37,6 +39,7 @@ class GradientProbe:
         self._hooks: dict[int, tuple[weakref.ref[Tensor], list[RemovableHandle]]] = {}
         self._step = -1
         self._accumulated: set[str] = set()  # parameters, in this step
+        self._partial: dict[Placement, Placement] = {}
         self._complete = False  # gradients were recorded since the last accumulation
 
     def watch(self, parameters: Iterable[NamedParameter]) -> None:
@@ -49,9 +52,15 @@ class GradientProbe:
 
     def detach(self) -> None:
         """Leave every parameter as it was."""
-        for _, handles in self._hooks.values():
+        for ref, handles in self._hooks.values():
             for handle in handles:
                 handle.remove()
+            parameter = ref()
+            # torch leaves an empty dict behind, which shows on the parameter.
+            if parameter is not None and not parameter._backward_hooks:
+                parameter._backward_hooks = None  # type: ignore[assignment]
+            if parameter is not None and not parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._hooks.clear()
 
     def record_start(self, now: Snapshot, parameters: Sequence[NamedParameter]) -> None:
@@ -60,16 +69,21 @@ class GradientProbe:
         now.tensors("main_grad", "main_grad", _main_grads_of(parameters))
 
     def record_complete(
-        self, parameters: Sequence[NamedParameter], *, role: str = "grad", call: int = 0,
+        self,
+        parameters: Sequence[NamedParameter],
+        *,
+        role: str = "grad",
         operator: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record gradients to which this step adds no more; a missing one is recorded as None.
 
         The first time after the last accumulation of a distributed run they are those that the
-        ranks have agreed on (`grad_sync`); what changes them later is unscale and clip.
+        ranks have agreed on (`grad_sync`); what changes them later is unscale and clip. operator:
+        what has just changed them. Call n is the n-th such look in the step.
         """
         phase = "clip" if self._complete or not _is_distributed() else "grad_sync"
-        with Snapshot(self._guard, phase, call=call, operator=operator) as now:
+        with Snapshot(self._guard, phase, operator=operator) as now:
+            now.call = self._guard.position.next_call(f"{role} complete after {operator}")
             now.tensors(role, role, _grads_of(parameters))
             for name, parameter in parameters:
                 if parameter.grad is None and parameter.requires_grad:
@@ -133,11 +147,24 @@ class GradientProbe:
 
     def _record(self, name: str, role: str, grad: Tensor, moment: str | None, call: int) -> None:
         tensor = readable(grad)
-        if tensor is not None:
-            self.recorder.record(
-                name, tensor, role=role, slot=role, phase="accumulate", moment=moment, call=call,
-                placement=self._guard.placement(name, role, role, tensor),
-            )  # fmt: skip
+        self.recorder.record(
+            name, tensor, role=role, slot=role, phase="accumulate", moment=moment, call=call,
+            placement=self._partial_placement(name, role, tensor),
+        )  # fmt: skip
+
+    def _partial_placement(self, name: str, role: str, tensor: Tensor) -> Placement | None:
+        """The placement of a gradient that the data-parallel ranks have not summed yet."""
+        placement = self._guard.placement(name, role, role, tensor)
+        if placement is None or "dp" in placement.sharded + placement.partial:
+            return placement
+        axis = self._guard.layout.axis("dp", placement.mesh)
+        if axis is None or axis.size == 1:
+            return placement
+        # One object per placement: the recorder tells placements apart by identity.
+        if placement not in self._partial:
+            partial_axes = (*placement.partial, "dp")
+            self._partial[placement] = replace(placement, partial=partial_axes)
+        return self._partial[placement]
 
 
 def _grads_of(parameters: Iterable[NamedParameter]) -> list[tuple[str, Tensor]]:

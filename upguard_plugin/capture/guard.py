@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from upguard_plugin.capture.collectives import CollectiveProbe
+from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
@@ -28,7 +30,7 @@ from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.recorder import Recorder
-from upguard_plugin.capture.run import find_rank, open_run
+from upguard_plugin.capture.run import find_rank, first_recorded_rank, open_run, say_size
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
@@ -77,6 +79,8 @@ def enable(
     recorder = Recorder(writer, FingerprintQueue(), settings.roles)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
+    if rank == first_recorded_rank(settings, world_size):
+        recorder.on_first_step = lambda: say_size(writer.bytes_written)
     try:
         guard.attach()
     except BaseException:
@@ -125,6 +129,9 @@ class Guard:
         """Hook all probes of the config's level in."""
         # In this order: a root module's batch is recorded before its own events.
         self.probes = [self._states, self._batches, ModuleProbe(self)]
+        if torch.distributed.is_available() and not CollectiveProbe.in_use():
+            owners = [ParameterOwner(self.names.parameters)]
+            self.probes.append(CollectiveProbe(self.recorder, owners=owners))
         if self.config.level == "op":
             self.probes.append(OperatorProbe(self))
         for probe in self.probes:

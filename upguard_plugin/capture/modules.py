@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._C._functorch import peek_interpreter_stack
 
 from upguard_plugin.capture.boundaries import Boundary, find_boundaries
 from upguard_plugin.capture.flow import Flow
 from upguard_plugin.capture.recompute import RecomputeCalls, Region
-from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.rng import look
+from upguard_plugin.capture.shield import Hook, out_of_sight, shielded
 from upguard_plugin.capture.tensors import Leaves, arguments_in, tensors_in
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ class Call:
     grad: bool  # whether gradients are on
     region: Region | None  # of activation checkpointing
     handling: bool  # whether the caller was handling an exception when it made the call
+    random: dict[str, bytes] = field(default_factory=dict)  # random states as the call began
 
 
 class ModuleProbe:
@@ -73,7 +73,7 @@ class ModuleProbe:
         self._stack.clear()
 
     def _hook(self, module: nn.Module, boundary: Boundary) -> None:
-        before, after = partial(self._before, boundary), partial(self._after, boundary)
+        before, after = Hook(self._before, boundary), Hook(self._after, boundary)
         compiled = module._compiled_call_impl
         if compiled is not None:
             # Compiled in place: hooks of its own would be compiled with it, so we stand outside.
@@ -89,7 +89,7 @@ class ModuleProbe:
     @shielded
     def _before(self, boundary: Boundary, module: nn.Module, args: tuple, kwargs: dict) -> None:
         # No return value: anything but None would replace the arguments.
-        if not self.recorder.active or self._out_of_sight():
+        if not self.recorder.active or out_of_sight(self.recorder):
             return
         call = self._begin(boundary, module)
         self._stack.append(call)
@@ -102,6 +102,7 @@ class ModuleProbe:
             self.recorder.note(f"arguments of class {name} were not recorded")
         if boundary.parameters and self._guard.config.weights_in_use != "off":
             self._record_weights(call, module)
+        call.random = look()
 
     @shielded
     def _after(
@@ -113,24 +114,13 @@ class ModuleProbe:
             return
         failed = output is None and not call.handling and sys.exc_info()[1] is not None
         if call.boundary.recorded and self.recorder.active and not failed:
+            self._record_draws(call)
             if isinstance(output, torch.Tensor):
                 self._record(call, "output", [("0", output)])
             else:
                 self._record(call, "output", tensors_in(output, "out"))
         if not self._stack:
             self._leave(call)
-
-    def _out_of_sight(self) -> bool:
-        """Whether this call runs where tensors are not what they seem."""
-        if torch.compiler.is_compiling():
-            return True
-        if peek_interpreter_stack() is not None:
-            self.recorder.note("module calls inside vmap, grad or jvp were not recorded")
-            return True
-        if torch._C._get_tracing_state() is not None:
-            self.recorder.note("module calls inside torch.jit.trace were not recorded")
-            return True
-        return False
 
     def _begin(self, boundary: Boundary, module: nn.Module) -> Call:
         grad = torch.is_grad_enabled()
@@ -199,6 +189,16 @@ class ModuleProbe:
                 self.recorder.record_value(
                     boundary.name, leaf, role=role, slot=slot, phase=call.phase,
                     operator=boundary.operator, call=call.number, microbatch=call.microbatch,
+                )  # fmt: skip
+
+    def _record_draws(self, call: Call) -> None:
+        """The random states that a call which drew from them began with: an input of it."""
+        now = look() if call.random else {}
+        for slot, state in call.random.items():
+            if now.get(slot) != state:
+                self.recorder.record_bytes(
+                    call.boundary.name, state, role="rng", slot=slot, phase=call.phase,
+                    operator=call.boundary.operator, call=call.number, microbatch=call.microbatch,
                 )  # fmt: skip
 
     def _record_weights(self, call: Call, module: nn.Module) -> None:

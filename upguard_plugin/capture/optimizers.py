@@ -5,8 +5,8 @@ In:  the optimizers given to `enable`, others that step on the model's parameter
 Out: at `start` and after each step their state; before each step the gradients it will use and the
      hyper-parameters as they are then; after it the weights.
 
-A parameter of an optimizer that no model has is a master: it takes the name of the model's
-parameter that stands at its place in order and has its shape.
+A parameter of an optimizer that no model has is a master: it takes the name of the parameter whose
+`main_param` it is (Megatron), else of the one that stands at its place in order and has its shape.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.optim.optimizer import (
 )
 
 from upguard_plugin.capture.clipping import Replacement
-from upguard_plugin.capture.data import leaves
 from upguard_plugin.capture.gradients import GradientProbe, NamedParameter
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
+from upguard_plugin.capture.tensors import tensors_in
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
@@ -59,7 +59,7 @@ class OptimizerProbe:
             for number, optimizer in zip(numbers, given, strict=True)
         ]
         self._masters: dict[int, str] = {}
-        self._stepping: Any = None
+        self._depth = 0  # of steps that have begun: a wrapper's and a subclass's step hold others
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -84,7 +84,7 @@ class OptimizerProbe:
 
     def record_start(self, now: Snapshot) -> None:
         """Record masters, states, hyper-parameters and group membership as they are found."""
-        self._stepping = None
+        self._depth = 0  # a step that raised has never ended
         self._name_masters()
         for watched in self._watched:
             self._record_state(now, watched.optimizer)
@@ -92,29 +92,29 @@ class OptimizerProbe:
 
     @shielded
     def _before_step(self, optimizer: Any, _args: Any = (), _kwargs: Any = None) -> None:
+        self._depth += 1
         watched = self._find(optimizer)
-        if watched is None or not self.recorder.active:
+        if watched is None or self._depth > 1 or not self.recorder.active:
             return
-        self._stepping = optimizer
         position = self._guard.position
         position.phase = "optimizer"
         with Snapshot(self._guard, "optimizer"):
             watched.call = position.next_call(watched.name)
         owned, masters = self._split(optimizer)
         if owned:
-            self._gradients.record_complete(owned, call=watched.call)
+            self._gradients.record_complete(owned)
         if masters:
-            self._gradients.record_complete(masters, role="main_grad", call=watched.call)
+            self._gradients.record_complete(masters, role="main_grad")
         self._gradients.mark_complete()
         with Snapshot(self._guard, "optimizer", call=watched.call) as now:
             self._record_groups(now, watched, membership=False)
 
     @shielded
     def _after_step(self, optimizer: Any, _args: Any = (), _kwargs: Any = None) -> None:
+        self._depth = max(self._depth - 1, 0)
         watched = self._find(optimizer)
-        if watched is None or not self.recorder.active:
+        if watched is None or self._depth > 0 or not self.recorder.active:
             return
-        self._stepping = None
         with Snapshot(self._guard, "optimizer", call=watched.call) as now:
             self._record_state(now, optimizer)
             owned, _ = self._split(optimizer)
@@ -122,12 +122,11 @@ class OptimizerProbe:
         self._on_update([name for name, _ in owned])
 
     def _find(self, optimizer: Any) -> Watched | None:
-        if self._stepping is not None and self._stepping is not optimizer:
-            return None  # a step inside the step of a wrapper, which is watched already
         for watched in self._watched:
             if watched.optimizer is optimizer:
                 return watched
-        if not any(self._guard.names.of(p) for p in _parameters_of(optimizer)):
+        owned = (self._guard.names.of(p) for p in _parameters_of(optimizer))
+        if self._depth > 1 or not any(owned):
             return None
         number = len(self._watched) or ""
         self._watched.append(Watched(f"optimizer{number}", optimizer))
@@ -144,7 +143,7 @@ class OptimizerProbe:
         others = []
         states = getattr(optimizer, "state", {})
         for name, parameter in owned + masters:
-            for slot, value in leaves(states.get(parameter)):
+            for slot, value in _leaves(states.get(parameter)):
                 if isinstance(value, Tensor):
                     by_slot.setdefault(slot, []).append((name, value))
                 else:
@@ -161,7 +160,9 @@ class OptimizerProbe:
                 names = sorted(self.name_of(p) or "?" for p in group["params"])
                 now.value(boundary, "scalar", "params", "\n".join(names))
             for key in sorted(group.keys() - {"params"}):
-                for path, value in leaves(group[key], key):
+                for path, value in tensors_in(group[key], key):
+                    if value is None:
+                        continue
                     # 1 and 1.0 are the same setting.
                     plain = float(value) if type(value) is int else value
                     now.value(f"{boundary}.{path}", "scalar", "0", plain)
@@ -189,10 +190,16 @@ class OptimizerProbe:
                 else:
                     owned.add(name)
         self._masters = {}
+        for name, parameter in names.parameters.items():
+            master = getattr(parameter, "main_param", None)
+            if id(master) in foreign:
+                self._masters[id(master)] = name
+                owned.add(name)
+                del foreign[id(master)]
         if foreign:
             free = [(n, p) for n, p in names.parameters.items() if n not in owned]
             matched = match_masters(list(foreign.values()), free)
-            self._masters = dict(zip(foreign, matched, strict=True))
+            self._masters |= dict(zip(foreign, matched, strict=True))
 
 
 def match_masters(masters: Sequence[Tensor], parameters: Sequence[NamedParameter]) -> list[str]:
@@ -206,6 +213,11 @@ def match_masters(masters: Sequence[Tensor], parameters: Sequence[NamedParameter
         if [p.shape for _, p in candidates] == shapes:
             return [name for name, _ in candidates]
     return [f"master{i}" for i in range(len(masters))]
+
+
+def _leaves(state: Any) -> list[tuple[str, Any]]:
+    """(slot, tensor or value) of a parameter's state, however it is nested."""
+    return [leaf for key, value in (state or {}).items() for leaf in tensors_in(value, str(key))]
 
 
 def _parameters_of(optimizer: Any) -> list[Tensor]:

@@ -49,7 +49,7 @@ class Position:
     def next_call(self, boundary: str) -> int:
         """Number this call of a boundary in its step and micro-batch, from 0."""
         place = (boundary, self.microbatch)
-        call = self.calls[place]
+        call = self.calls.get(place, 0)
         self.calls[place] = call + 1
         return call
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -79,6 +79,7 @@ class Recorder:
         self._noted: set[str] = set()
         self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
         self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
+        self.on_first_step: Callable[[], None] | None = None  # called when it is written
         self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
         self._thread = threading.Thread(target=self._drain, name="upguard-writer", daemon=True)
         self._thread.start()
@@ -331,7 +332,7 @@ class Recorder:
             slot = self._put(boundary, tensor, placement)
             if storage.in_sight and slot != NONE:
                 storage.known[view] = slot
-        return slot, storage.writer
+        return slot, storage.writer_of(tensor)
 
     def _put(self, boundary: str, tensor: torch.Tensor, placement: Placement | None) -> int:
         """The slot of the tensor's fingerprint, or NONE, noted, if it can have none."""
@@ -415,6 +416,9 @@ class Recorder:
                 self.fail(f"the trace could not be written: {error}")
             if self._writer.stopped:
                 self.fail(self._writer.stopped)
+            elif self.on_first_step is not None:
+                self.on_first_step()
+                self.on_first_step = None
 
 
 def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:

@@ -47,6 +47,20 @@ def read_generators(
         yield f"rng.{name}", state
 
 
+def look() -> dict[str, bytes]:
+    """States of the generators that operators draw from when they are given none, by slot.
+
+    Cheap enough for every module call. Empty while a CUDA graph is captured: its draws come later.
+    """
+    states = {"torch_cpu": generator_state(torch.default_generator)}
+    if torch.cuda.default_generators:
+        if torch.cuda.is_current_stream_capturing():
+            return {}
+        current = torch.cuda.current_device()
+        states["cuda"] = generator_state(torch.cuda.default_generators[current])
+    return states
+
+
 def python_state() -> bytes:
     """State of the `random` module."""
     version, words, gauss = random.getstate()

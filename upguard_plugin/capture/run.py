@@ -67,16 +67,25 @@ def open_run(
     )
     device = device_name()
     writer = RankWriter(run, rank, layout=layout, device=device, max_bytes=config.max_bytes)
-    recorded = tuple(r for r in range(world_size) if config.selected_rank(r))
-    if rank == recorded[0]:
-        write_manifest(run, _manifest(run, config, rank, world_size, recorded, models, device))
-        print(
-            f"upguard: recording level {config.level} to {run}; "
-            f"afterwards: upguard compare {run} OTHER_RUN",
-            file=sys.stderr,
-            flush=True,
-        )
+    if rank == first_recorded_rank(config, world_size):
+        write_manifest(run, _manifest(run, config, rank, world_size, models, device))
+        say(f"recording level {config.level} to {run}; afterwards: upguard compare {run} OTHER_RUN")
     return writer
+
+
+def first_recorded_rank(config: UpGuardConfig, world_size: int) -> int:
+    """The rank that writes the manifest and talks to the user."""
+    return next((r for r in range(world_size) if config.selected_rank(r)), 0)
+
+
+def say_size(num_bytes: int) -> None:
+    """Print what a step takes on disk. The first one is the largest: it names everything."""
+    say(f"at most {num_bytes / 1e6:.3g} MB per step and rank")
+
+
+def say(sentence: str) -> None:
+    """Print a line beside the training's own output."""
+    print(f"upguard: {sentence}", file=sys.stderr, flush=True)
 
 
 def _manifest(
@@ -84,12 +93,12 @@ def _manifest(
     config: UpGuardConfig,
     rank: int,
     world_size: int,
-    recorded: tuple[int, ...],
     models: Models,
     device: str,
 ) -> Manifest:
     sources = collect_sources({type(part) for _, model in models for part in model.modules()})
     command = sys.orig_argv
+    recorded = tuple(r for r in range(world_size) if config.selected_rank(r))
     return Manifest(
         run_id=run_id_of(run),
         command=redact_command(command),

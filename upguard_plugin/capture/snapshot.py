@@ -44,9 +44,6 @@ class Snapshot:
         entries = []
         for boundary, found in named:
             tensor = readable(found)
-            if tensor is None:
-                self._guard.recorder.note(f"{boundary}: its {slot} has no bytes and is not seen")
-                continue
             placement = self._guard.placement(boundary, role, slot, tensor)
             entries.append((boundary, tensor, placement))
         if not self.call:
@@ -59,30 +56,22 @@ class Snapshot:
             )  # fmt: skip
 
     def value(self, boundary: str, role: str, slot: str, value: Any) -> None:
-        """Record a tensor, number, string, bytes or None. Anything else has no value to see."""
+        """Record a tensor, number, text, bytes or None."""
         if isinstance(value, Tensor):
             self.tensors(role, slot, [(boundary, value)])
-        elif isinstance(value, bool | int | float):
-            self._recorder.record_number(
-                boundary, value, role=role, slot=slot, call=self.call,
-                operator=self.operator,
-            )  # fmt: skip
-        elif value is None or isinstance(value, str | bytes):
-            data = value.encode() if isinstance(value, str) else value or b""
-            self._recorder.record_bytes(
-                boundary, data, role=role, slot=slot, call=self.call,
-                operator=self.operator, dtype="none" if value is None else "uint8",
-            )  # fmt: skip
+            return
+        self._recorder.record_value(
+            boundary, value, role=role, slot=slot, call=self.call, operator=self.operator
+        )
 
 
-def readable(tensor: Tensor) -> Tensor | None:
-    """The tensor to be hashed for `tensor`; None where there are no bytes (meta, quantised).
+def readable(tensor: Tensor) -> Tensor:
+    """The tensor to be hashed for `tensor`: itself, or the dense meaning of a sparse one.
 
-    A sparse tensor counts by its dense meaning: neither the order nor the repetition of its
-    indices is a difference. This makes a dense copy.
+    Neither the order nor the repetition of sparse indices is a difference. Makes a dense copy.
     """
-    if tensor.is_meta or tensor.is_quantized:
-        return None
-    if tensor.layout is not torch.strided:
-        return tensor.detach().to_dense()
-    return tensor
+    if tensor.layout is torch.strided:
+        return tensor
+    sparse = tensor.detach()
+    # Repeated indices are summed by `coalesce` first: `to_dense` would sum them in another order.
+    return (sparse.coalesce() if sparse.layout is torch.sparse_coo else sparse).to_dense()

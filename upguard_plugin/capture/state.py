@@ -4,7 +4,7 @@ In:  the guard's models and optimizers; `record_start` at the first data or forw
      `record_end` when it is over.
 Out: phase `start`: parameters, buffers, masters, optimizer state, hyper-parameters, loss scale,
      gradients left over, random generators. At the end: the weights that no watched optimizer
-     wrote, and the buffers that were written.
+     wrote, and the buffers.
 
 What an optimizer step, a clip or an accumulation does in between is recorded by `optimizers`,
 `clipping` and `gradients`; this is where they are put together.
@@ -40,7 +40,6 @@ class StateProbe:
         self.clipping = ClippingProbe(guard, self.gradients, self.optimizers.name_of)
         self._started = -1  # the step whose start is recorded
         self._updated: set[str] = set()  # parameters recorded after an optimizer's step
-        self._buffers: dict[str, tuple[int, int]] = {}  # (id, version) at start
 
     def attach(self) -> None:
         """Hook into parameters, optimizers and torch's clipping. `detach` undoes all of it."""
@@ -76,21 +75,16 @@ class StateProbe:
             for boundary, state in read_generators(names.modules, self.generators):
                 now.value(boundary, "rng", "state", state)
             self.gradients.record_start(now, parameters)
-        self._buffers = {name: (id(b), b._version) for name, b in names.buffers.items()}
 
     @shielded
     def record_end(self) -> None:
-        """Record what the step leaves and nothing has recorded yet; call it at the end of the step."""
+        """Record what the step leaves and nothing has recorded yet, before the step ends."""
         if self._started != self._guard.position.step or not self.recorder.active:
             return
         names = self._guard.names
-        written = [
-            (name, buffer)
-            for name, buffer in names.buffers.items()
-            if self._buffers.get(name) != (id(buffer), buffer._version)
-        ]
+        # All of them: kernels such as batch norm's write without moving the version counter.
         with Snapshot(self._guard, "forward") as now:
-            now.tensors("buffer", "value", written)
+            now.tensors("buffer", "value", names.buffers.items())
         left = [
             (name, parameter)
             for name, parameter in names.parameters.items()
@@ -100,6 +94,10 @@ class StateProbe:
             now.tensors("param", "value", left)
             for source in self.sources:
                 source(now)
+            # A generator that nobody draws from ends every step as it began it: whatever its state
+            # is, it moves nothing, and a comparison can tell.
+            for boundary, state in read_generators(names.modules, self.generators):
+                now.value(boundary, "rng", "state", state)
 
     def _on_update(self, names: Sequence[str]) -> None:
         self._updated.update(names)

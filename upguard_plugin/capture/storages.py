@@ -22,6 +22,8 @@ SAMPLE = (
     32  # of the hashes that need not be taken, one in so many is: writes out of sight show there
 )
 
+MAX_EXTENTS = 1024  # of one storage whose writers are remembered; the oldest are forgotten
+
 
 @dataclass(slots=True)
 class Storage:
@@ -29,11 +31,29 @@ class Storage:
 
     alive: StorageWeakRef
     address: int
-    writer: int = NONE  # seq of the event that wrote it last
     initialised: bool = True
     in_sight: bool = True  # False: something that the dispatcher does not show may write it
     version: int = NONE  # torch's counter when it was last looked at
     known: dict[Hashable, int] = field(default_factory=dict)  # look at it -> slot of its hash
+    # (first byte, last byte) -> seq of the event that wrote them last; flat buffers have many.
+    _writers: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def note_writer(self, tensor: torch.Tensor, writer: int) -> None:
+        """Remember the event that wrote the bytes of `tensor`."""
+        self._writers[_extent(tensor)] = writer
+        if len(self._writers) > MAX_EXTENTS:
+            newest = sorted(self._writers.items(), key=lambda item: item[1])[MAX_EXTENTS // 2 :]
+            self._writers = dict(newest)
+
+    def writer_of(self, tensor: torch.Tensor) -> int:
+        """Seq of the last event that wrote some of the bytes of `tensor`, or NONE."""
+        if not self._writers:
+            return NONE
+        first, last = _extent(tensor)
+        return max(
+            (seq for (low, high), seq in self._writers.items() if low <= last and first <= high),
+            default=NONE,
+        )
 
 
 class Storages:
@@ -86,7 +106,7 @@ class Storages:
             entry.known.clear()
             entry.in_sight, entry.initialised = False, True
 
-    def written(self, tensor: torch.Tensor, *, in_place: bool = True) -> Storage:
+    def writing(self, tensor: torch.Tensor, *, in_place: bool) -> None:
         """Note a write by the operator that is running: all that was known of the bytes is void."""
         entry = self.of(tensor)
         entry.known.clear()
@@ -94,7 +114,6 @@ class Storages:
         # Autograd moves the counter when an in-place operator returns to it. Where it does not, the
         # next look finds another number and forgets the hashes: a lost short cut, no wrong answer.
         entry.version += in_place
-        return entry
 
 
 def is_tracked(tensor: torch.Tensor) -> bool:
@@ -108,6 +127,16 @@ def is_tracked(tensor: torch.Tensor) -> bool:
 
 def _version(tensor: torch.Tensor) -> int:
     return NONE if tensor.is_inference() else tensor._version
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte of the storage that the tensor reaches."""
+    first = tensor.storage_offset()
+    last = first + sum(
+        (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    size = tensor.element_size()
+    return first * size, (last + 1) * size - 1
 
 
 def look(tensor: torch.Tensor) -> Hashable:

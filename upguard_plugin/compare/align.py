@@ -99,13 +99,13 @@ def _between_anchors(baseline: Stretch, target: Stretch) -> list[tuple[Ints, Int
 
 
 def _anchors(baseline: Ints, target: Ints) -> tuple[Ints, Ints]:
-    """Places of what both have exactly once, the longest chain that keeps the order in both."""
+    """Places of what both have exactly once, and what certainly keeps its order in both."""
     once_b, at_b = _once(baseline)
     once_t, at_t = _once(target)
     _, in_b, in_t = np.intersect1d(once_b, once_t, assume_unique=True, return_indices=True)
     by_place = np.argsort(at_b[in_b])
     places_b, places_t = at_b[in_b][by_place], at_t[in_t][by_place]
-    chain = _longest_increasing(places_t)
+    chain = _in_every_longest_chain(places_t)
     return places_b[chain], places_t[chain]
 
 
@@ -114,22 +114,28 @@ def _once(identity: Ints) -> tuple[Ints, Ints]:
     return values[counts == 1], first[counts == 1]
 
 
-def _longest_increasing(places: Ints) -> Ints:
-    """Indices of a longest increasing subsequence (patience sorting)."""
+def _in_every_longest_chain(places: Ints) -> Ints:
+    """Indices that all longest increasing subsequences contain (patience sorting, both ways)."""
     if len(places) < 2 or bool((np.diff(places) > 0).all()):
         return np.arange(len(places), dtype=np.int64)
+    ending = _chain_lengths(places.tolist())
+    starting = _chain_lengths((-places[::-1]).tolist())[::-1]
+    longest = int(ending.max())
+    in_some = np.flatnonzero(ending + starting == longest + 1)
+    rivals = np.bincount(ending[in_some], minlength=longest + 1)
+    certain: Ints = in_some[rivals[ending[in_some]] == 1]
+    return certain
+
+
+def _chain_lengths(places: list[int]) -> Ints:
+    """Length of the longest increasing subsequence that ends at each place."""
     ends: list[int] = []  # smallest last value of a chain of each length
-    end_at: list[int] = []  # its index
-    before = np.full(len(places), -1, dtype=np.int64)
-    for index, place in enumerate(places.tolist()):
+    lengths = np.empty(len(places), dtype=np.int64)
+    for index, place in enumerate(places):
         length = bisect_left(ends, place)
-        before[index] = end_at[length - 1] if length else -1
         ends[length : length + 1] = [place]
-        end_at[length : length + 1] = [index]
-    chain = [end_at[-1]]
-    while before[chain[-1]] >= 0:
-        chain.append(int(before[chain[-1]]))
-    return np.array(chain[::-1], dtype=np.int64)
+        lengths[index] = length + 1
+    return lengths
 
 
 def _match(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:

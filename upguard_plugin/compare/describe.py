@@ -144,4 +144,4 @@ def _explanation(scene: Scene, cause: Cause) -> str:
     if key.op is not None:
         what = f"{key.op}: {what}"
     verb = "" if scene.finding.what == "alone" else "differs "
-    return f"The {what} {key.boundary or 'the model'} {verb}{cause.why}."
+    return f"The {what} {key.boundary} {verb}{cause.why}."

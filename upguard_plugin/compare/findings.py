@@ -5,7 +5,8 @@ Out: `Finding`s, the first of them in the order of the step.
 
 Three kinds of evidence are told apart. *Values*: other bits in tensors of one dtype and shape; a
 collective, a gradient or an optimizer state that one run lacks. Each is a divergence. *Forms*:
-another dtype or shape, whose bits cannot be compared; a divergence if values part behind it.
+another dtype or shape, whose bits cannot be compared, or another implementation of the optimizer;
+a divergence if values part behind it.
 *Structure*: what only one run has; a divergence only if no value differs anywhere.
 """
 
@@ -16,18 +17,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective
+from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective, is_operator
 from upguard_plugin.compare.pairing import Pairing, Side
 from upguard_plugin.records import EventKey
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-START_ORDER = ("param", "buffer", "grad", "main_grad", "master", "optimizer_state", "scalar", "rng")
+# Inputs and outputs are those of operators that ran since the last step: the state comes behind.
+START_ORDER = ("input", "param", "buffer", "grad", "main_grad", "master", "optimizer_state", "scalar", "rng")
 _PAST_START = 1 << 48  # places behind the state found at start; more than a step has events
 _START_RANK = np.array(
     [
-        START_ORDER.index(role) if role in START_ORDER else len(START_ORDER)
+        START_ORDER.index(role) if role in START_ORDER else 0
         for role in sorted(ROLE_NUMBER, key=ROLE_NUMBER.__getitem__)
     ],
     dtype=np.int64,
@@ -78,20 +80,22 @@ def find(pairing: Pairing, chosen: Bools, benign: frozenset[int]) -> StepFinding
     benign: identities known from earlier steps to differ in form without any effect.
     """
     places = pair_places(pairing)
-    values = chosen & pairing.comparable & pairing.value_differs
+    columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
+    switched = chosen & pairing.value_differs & columns.is_switch[key]
+    values = chosen & pairing.comparable & pairing.value_differs & ~switched
     scalars, values = _unused_scalars(pairing, values, places)
     found = _of_pairs(pairing, np.flatnonzero(values), places, "value")
     found += _missing_values(pairing)
     found += _of_pairs(pairing, _collectives_out_of_order(pairing, chosen), places, "order")
-    identities = pairing.baseline.columns.identity[pairing.baseline.key[pairing.baseline_rows]]
+    identities = columns.identity[key]
     found += _of_pairs(pairing, _collectives_of_other_form(pairing, chosen), places, "form")
     found.sort(key=lambda finding: finding.place)
-    form_pairs = np.flatnonzero(chosen & pairing.form_differs)
+    form_pairs = np.flatnonzero(chosen & pairing.form_differs | switched)
     new_forms = [i for i in form_pairs if int(identities[i]) not in benign]
     forms = _of_pairs(pairing, np.array(new_forms, dtype=np.int64), places, "form")
     if found:
         forms = [form for form in forms if form.place < found[0].place]
-        forms = [form for form in forms if _passed_on(pairing, form)]
+        forms = [form for form in forms if _passed_on(pairing, form, found[0])]
         return StepFindings(tuple(_beside(forms + found, pairing)), None, (), benign)
     structure = sorted(forms + _alone(pairing), key=lambda finding: finding.place)
     return StepFindings(
@@ -106,7 +110,7 @@ def pair_places(pairing: Pairing) -> Ints:
     """Where each pair stands: state at start by role, everything else in program order."""
     columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
     at_start = columns.phase[key] == PHASE_NUMBER["start"]
-    start_rank = _START_RANK[columns.role[key]] << 40
+    start_rank = np.where(columns.is_operator[key], 0, _START_RANK[columns.role[key]]) << 40
     return np.where(at_start, start_rank, _PAST_START) + 2 * pairing.baseline_rows
 
 
@@ -118,8 +122,10 @@ def _place_of_alone(pairing: Pairing, row: int, in_target: bool) -> int:
         row = len(pairing.baseline.batch)
         if len(later):
             row = int(pairing.baseline_rows[later[pairing.target_rows[later].argmin()]])
-    rank = int(_START_RANK[ROLE_NUMBER[key.role]]) << 40 if key.phase == "start" else _PAST_START
-    return rank + 2 * row - int(in_target)
+    part = _PAST_START
+    if key.phase == "start":
+        part = 0 if is_operator(key) else int(_START_RANK[ROLE_NUMBER[key.role]]) << 40
+    return part + 2 * row - int(in_target)
 
 
 def _of_pairs(pairing: Pairing, pairs: Ints, places: Ints, what: str) -> list[Finding]:
@@ -212,9 +218,11 @@ def _collectives_of_other_form(pairing: Pairing, chosen: Bools) -> Ints:
     return np.flatnonzero(columns.is_collective[key_b] & chosen & (other | pairing.form_differs))
 
 
-def _passed_on(pairing: Pairing, form: Finding) -> bool:
-    """Whether another dtype or shape of an input may have changed what its call gave."""
+def _passed_on(pairing: Pairing, form: Finding, behind: Finding) -> bool:
+    """Whether another dtype or shape, or another switch, may have led to what differs behind it."""
     key = form.key(pairing)
+    if key.role == "scalar":  # of the optimizer
+        return behind.key(pairing).phase in ("optimizer", "param_sync")
     if key.role != "input" or form.baseline_row is None:
         return True
     outputs = pairing.of_call(form.baseline_row, "output")

@@ -22,6 +22,7 @@ Bools = npt.NDArray[np.bool_]
 
 PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 ROLE_NUMBER = {role: number for number, role in enumerate(ROLES)}
+SWITCHES = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class KeyColumns:
     role: Ints  # place in ROLES
     is_operator: Bools  # an operator call; else a module, a state, a batch
     is_collective: Bools
+    is_switch: Bools  # chooses an implementation of the optimizer, not what it computes
     parameters: frozenset[str]  # boundaries that are parameters
     roles: frozenset[str]
 
@@ -63,6 +65,7 @@ class KeySpace:
             np.array([ROLE_NUMBER[key.role] for key in keys], dtype=np.int64),
             np.array([is_operator(key) for key in keys], dtype=np.bool_),
             np.array([is_collective(key) for key in keys], dtype=np.bool_),
+            np.array([_is_switch(key) for key in keys], dtype=np.bool_),
             frozenset(key.boundary for key in keys if key.role == "param"),
             frozenset(key.role for key in keys),
         )
@@ -81,8 +84,17 @@ def is_operator(key: EventKey) -> bool:
     return key.operator is not None and "." in key.operator
 
 
+def called(key: EventKey) -> str | None:
+    """The operator, or None for a module: its class may be another one."""
+    return key.operator if is_operator(key) else None
+
+
 def is_collective(key: EventKey) -> bool:
     return key.op is not None or key.group is not None
+
+
+def _is_switch(key: EventKey) -> bool:
+    return key.role == "scalar" and key.boundary.rpartition(".")[2] in SWITCHES
 
 
 def _place(key: EventKey) -> tuple[Hashable, ...]:
@@ -90,5 +102,4 @@ def _place(key: EventKey) -> tuple[Hashable, ...]:
 
 
 def _identity(key: EventKey) -> Hashable:
-    operator = key.operator if is_operator(key) else None
-    return (*_place(key), operator, key.op, None if key.group is None else key.group.ranks)
+    return (*_place(key), called(key), key.op, None if key.group is None else key.group.ranks)

@@ -18,23 +18,26 @@ from upguard_plugin.compare.findings import Finding, pair_places
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER
 from upguard_plugin.compare.pairing import Pairing
 
+ROOT = "(root)"  # how capture names a model that is the only one
+
+Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 
-def origin_of(finding: Finding, pairing: Pairing) -> Finding:
-    """The finding at the boundary where the wrong value was made."""
+def origin_of(finding: Finding, pairing: Pairing, chosen: Bools) -> Finding:
+    """The finding at the boundary, among the chosen pairs, where the wrong value was made."""
     key = finding.key(pairing)
     if finding.what != "value" or finding.baseline_row is None:
         return finding
     if key.phase == "accumulate" and key.role in ("grad", "main_grad"):
-        finding = _gradient_at_owner(finding, pairing)
+        finding = _gradient_at_owner(finding, pairing, chosen)
         key = finding.key(pairing)
     if key.phase == "backward" and key.role in ("grad_input", "grad_output"):
-        return _innermost(finding, pairing)
+        return _innermost(finding, pairing, chosen)
     return finding
 
 
-def _gradient_at_owner(finding: Finding, pairing: Pairing) -> Finding:
+def _gradient_at_owner(finding: Finding, pairing: Pairing, chosen: Bools) -> Finding:
     """The unequal gradient that reached the module of a parameter, where there is one."""
     row = finding.baseline_row
     assert row is not None
@@ -47,15 +50,16 @@ def _gradient_at_owner(finding: Finding, pairing: Pairing) -> Finding:
     ]
     rows = pairing.baseline_rows
     pairs = np.flatnonzero(
-        pairing.differs
+        (pairing.differs & chosen)
         & np.isin(batch.key[rows], wanted)
         & (batch.microbatch[rows] == batch.microbatch[row])
     )
     return _finding(pairing, int(pairs[0])) if len(pairs) else finding
 
 
-def _innermost(finding: Finding, pairing: Pairing) -> Finding:
-    made = [pair for pair in _same_gradient(finding, pairing) if _arrived_equal(pairing, pair)]
+def _innermost(finding: Finding, pairing: Pairing, chosen: Bools) -> Finding:
+    seen = [pair for pair in _same_gradient(finding, pairing) if chosen[pair]]
+    made = [pair for pair in seen if _arrived_equal(pairing, pair)]
     names = {pair: pairing.baseline_key(pair).boundary for pair in made}
     inner = [
         pair
@@ -90,7 +94,7 @@ def _arrived_equal(pairing: Pairing, pair: int) -> bool:
 
 
 def _is_inside(boundary: str, outer: str) -> bool:
-    return boundary != outer and (not outer or boundary.startswith(f"{outer}."))
+    return boundary != outer and (outer == ROOT or boundary.startswith(f"{outer}."))
 
 
 def _finding(pairing: Pairing, pair: int) -> Finding:

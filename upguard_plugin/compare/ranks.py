@@ -73,10 +73,10 @@ def _first_of(scan: RankScan) -> Origin:
 
 
 def _all_of(scan: RankScan) -> list[Origin]:
-    assert scan.step is not None
+    assert scan.step is not None and scan.chosen is not None
     pairing = _pairing(scan, scan.step)
     return [
-        Origin(scan, scan.step, origin_of(finding, pairing), (scan.rank,))
+        Origin(scan, scan.step, origin_of(finding, pairing, scan.chosen), (scan.rank,))
         for finding in scan.findings
     ]
 

@@ -2,8 +2,7 @@
 """The CPU kernels: runs of bytes at memory addresses, hashed at their logical offsets.
 
 In:  addresses as integers. Out: (h, s) written as two uint64 at an address. Nothing is allocated.
-All code that is compiled stays in this file: numba's cache looks at this file's date only. Not for
-mypy: the bodies are numba's language, in which an integer's width matters.
+Not for mypy: the bodies are numba's language, in which an integer's width matters.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from numba.extending import intrinsic
 
 from upguard_plugin.fingerprint import keys
 from upguard_plugin.fingerprint.cache import compile_kernel
+from upguard_plugin.fingerprint.residues import add, join_limbs, key_a, multiply, pointer
 
 Word = Any  # uint64 in a register
 Words = Any  # memory seen as uint64
@@ -26,12 +26,8 @@ Bytes = Any  # memory seen as uint8
 Row = Any  # memory seen as int64
 
 MAX_DIMS = 4  # outer dims of one sweep; see `sweeps.py`
-SWEEP_COLUMNS = 6 + 3 * MAX_DIMS
+SWEEP_COLUMNS = 8 + 3 * MAX_DIMS  # the last two are for `measure.py`
 
-PRIME = np.uint64(keys.FINGERPRINT_PRIME)
-SEED_A = np.uint64(keys.SEED_A)
-GOLDEN = np.uint64(keys.GOLDEN)
-MIX1, MIX2 = np.uint64(keys.MIX1), np.uint64(keys.MIX2)
 KEYS_B = np.array(keys.KEYS_B)
 # [3, 1024]: limbs of neighbouring words share 64 bits, as the words of a pair do. Halves of 64-bit
 # lanes are what the 32 x 32 -> 64 bit vector multiply takes.
@@ -39,58 +35,6 @@ LIMBS = np.stack([limb.view(np.uint64) for limb in keys.limbs(keys.KEYS_B)])
 PAIRS_PER_BLOCK = keys.BLOCK_WORDS // 2
 LANES = 8  # one AVX-512 register, two of AVX2
 PREFETCH_BYTES = 2 * keys.BLOCK_BYTES  # far enough for memory, and still in L2 when it is used
-
-
-@intrinsic
-def _pointer(typing_context: Any, address: Any, dtype: Any) -> Any:  # numba's own protocol
-    pointer = types.CPointer(dtype.dtype)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(pointer))
-
-    return pointer(types.uint64, dtype), generate
-
-
-@njit(inline="always")
-def _fold(x: Word) -> Word:  # partial reduction: below 2**61 + 8
-    return (x & u64(PRIME)) + (x >> u64(61))
-
-
-@njit(inline="always")
-def _add(x: Word, y: Word) -> Word:  # of two residues
-    x += y
-    return x - u64(PRIME) if x >= u64(PRIME) else x
-
-
-@njit(inline="always")
-def _multiply(x: Word, y: Word) -> Word:  # of two residues, by 32-bit halves
-    x0 = x & u64(0xFFFFFFFF)
-    x1 = x >> u64(32)
-    y0 = y & u64(0xFFFFFFFF)
-    y1 = y >> u64(32)
-    low, middle, high = x0 * y0, x1 * y0 + x0 * y1, x1 * y1
-    r = _fold(low) + ((middle & u64(0x1FFFFFFF)) << u64(32)) + (middle >> u64(29))
-    r = _fold(r + (high << u64(3)))
-    return r - u64(PRIME) if r >= u64(PRIME) else r
-
-
-@njit(inline="always")
-def _join_limbs(a0: Word, a1: Word, a2: Word) -> Word:  # a0 + a1 * 2**21 + a2 * 2**42 mod P
-    a1, a2 = _fold(_fold(a1)), _fold(_fold(a2))
-    r = _fold(_fold(a0) + ((a1 & u64((1 << 40) - 1)) << u64(21)) + (a1 >> u64(40)))
-    r = _fold(r + ((a2 & u64((1 << 19) - 1)) << u64(42)) + (a2 >> u64(19)))
-    return r - u64(PRIME) if r >= u64(PRIME) else r
-
-
-@njit(inline="always")
-def _key_a(block: Word) -> Word:
-    z = u64(SEED_A) + (block + u64(1)) * u64(GOLDEN)
-    z = (z ^ (z >> u64(30))) * u64(MIX1)
-    z = (z ^ (z >> u64(27))) * u64(MIX2)
-    z = (z ^ (z >> u64(31))) >> u64(3)
-    if z >= u64(PRIME) - u64(1):
-        z -= u64(PRIME) - u64(1)
-    return z + u64(1)
 
 
 @intrinsic
@@ -153,7 +97,7 @@ def _vector_sums(typing_context: Any, address: Any, limbs: Any, num_bytes: Any) 
 
 @njit
 def _block_sums(pairs: Words, first: int) -> tuple[Word, Word, Word, Word]:
-    """The four sums of `_vector_sums` over pairs that lie in one block, from its pair `first` on."""
+    """The sums of `_vector_sums` over pairs that lie in one block, from its pair `first` on."""
     whole = pairs.shape[0] & ~(LANES - 1)
     a0, a1, a2, s = _vector_sums(
         u64(pairs.ctypes.data), u64(LIMBS.ctypes.data + 8 * first), u64(8 * whole)
@@ -179,21 +123,21 @@ def _hash_bytes(data: Bytes, offset: int) -> Word:  # the few before and after w
         while k < data.shape[0] and (u64(offset) + u64(k)) >> u64(2) == word:
             value |= u64(data[k]) << (u64(8) * ((u64(offset) + u64(k)) & u64(3)))
             k += 1
-        keyed = _multiply(value, u64(KEYS_B[word & u64(keys.BLOCK_WORDS - 1)]))
-        h = _add(h, _multiply(keyed, _key_a(word >> u64(11))))
+        keyed = multiply(value, u64(KEYS_B[word & u64(keys.BLOCK_WORDS - 1)]))
+        h = add(h, multiply(keyed, key_a(word >> u64(11))))
     return h
 
 
 @njit
-def _hash_run(address: int, num_bytes: int, offset: int, with_sum: int) -> tuple[Word, Word]:
+def hash_stretch(address: int, num_bytes: int, offset: int, with_sum: int) -> tuple[Word, Word]:
     """A contiguous run at `address`, at byte `offset` of the logical tensor."""
     h = s = u64(0)
-    data = carray(_pointer(u64(address), np.uint8), (num_bytes,))
+    data = carray(pointer(u64(address), np.uint8), (num_bytes,))
     head = min((-offset) & 7, num_bytes)  # up to a whole pair of words
     if head:
         h = _hash_bytes(data[:head], offset)
     num_pairs = (num_bytes - head) >> 3
-    pairs = carray(_pointer(u64(address + head), np.uint64), (num_pairs,))
+    pairs = carray(pointer(u64(address + head), np.uint64), (num_pairs,))
     first = (offset + head) >> 3
     i = 0
     while i < num_pairs:
@@ -201,56 +145,57 @@ def _hash_run(address: int, num_bytes: int, offset: int, with_sum: int) -> tuple
         n = min(PAIRS_PER_BLOCK - c, num_pairs - i)
         a0, a1, a2, block_s = _block_sums(pairs[i : i + n], c)
         s += block_s
-        h = _add(h, _multiply(_join_limbs(a0, a1, a2), _key_a(u64((first + i) >> 10))))
+        h = add(h, multiply(join_limbs(a0, a1, a2), key_a(u64((first + i) >> 10))))
         i += n
     done = head + 8 * num_pairs
     if done < num_bytes:
-        h = _add(h, _hash_bytes(data[done:], offset + done))
+        h = add(h, _hash_bytes(data[done:], offset + done))
     return h, s if with_sum else u64(0)
 
 
 @compile_kernel
 def hash_run(address: int, num_bytes: int, offset: int, with_sum: int, out: int) -> None:
     """Hash a contiguous run; (h, s) to the two uint64 at `out`. All arguments are integers."""
-    target = carray(_pointer(u64(out), np.uint64), (2,))
-    target[0], target[1] = _hash_run(address, num_bytes, offset, with_sum)
+    target = carray(pointer(u64(out), np.uint64), (2,))
+    target[0], target[1] = hash_stretch(address, num_bytes, offset, with_sum)
+
+
+@njit
+def count_runs(row: Row) -> int:
+    """How many contiguous runs a sweep has."""
+    num_runs = 1
+    for d in range(row[5]):
+        num_runs *= row[6 + 3 * d]
+    return num_runs
+
+
+@njit
+def locate_run(row: Row, run: int) -> tuple[int, int]:
+    """Address and logical offset of run number `run` of a sweep."""
+    address, offset = row[1], row[2]
+    for d in range(row[5] - 1, -1, -1):
+        size = row[6 + 3 * d]
+        k = run % size
+        run //= size
+        address += k * row[7 + 3 * d]
+        offset += k * row[8 + 3 * d]
+    return address, offset
 
 
 @compile_kernel
 def hash_sweeps(table: int, num_sweeps: int, out: int) -> None:
-    """Hash many sweeps; row t adds its (h, s) to row `slot` of the uint64 pairs at `out`.
+    """Hash many sweeps; each adds its (h, s) to row `slot` of the uint64 pairs at `out`.
 
-    table: address of int64 rows (slot, address, offset, run bytes, with_sum, dims, then dims times
-    (size, memory step, logical step)), offsets and steps in bytes, outer dims first.
+    table: address of int64 rows [num_sweeps, SWEEP_COLUMNS]: slot, address, offset, run bytes,
+    with_sum, number of dims, then for each dim (size, memory step, logical step), outer first.
+    Offsets and steps count bytes.
     """
-    rows = carray(_pointer(u64(table), np.int64), (num_sweeps, SWEEP_COLUMNS))
+    rows = carray(pointer(u64(table), np.int64), (num_sweeps, SWEEP_COLUMNS))
     for t in range(num_sweeps):
         row = rows[t]
-        target = carray(_pointer(u64(out + 16 * row[0]), np.uint64), (2,))
-        if row[5] == 0:
-            h, s = _hash_run(row[1], row[3], row[2], row[4])
-        else:
-            h, s = _hash_sweep(row)
-        target[0] = _add(target[0], h)
-        target[1] += s
-
-
-@njit
-def _hash_sweep(row: Row) -> tuple[Word, Word]:
-    num_dims = row[5]
-    num_runs = 1
-    for d in range(num_dims):
-        num_runs *= row[6 + 3 * d]
-    h = s = u64(0)
-    for r in range(num_runs):
-        rest, address, offset = r, row[1], row[2]
-        for d in range(num_dims - 1, -1, -1):
-            size = row[6 + 3 * d]
-            k = rest % size
-            rest //= size
-            address += k * row[7 + 3 * d]
-            offset += k * row[8 + 3 * d]
-        run_h, run_s = _hash_run(address, row[3], offset, row[4])
-        h = _add(h, run_h)
-        s += run_s
-    return h, s
+        target = carray(pointer(u64(out + 16 * row[0]), np.uint64), (2,))
+        for run in range(count_runs(row)):
+            address, offset = locate_run(row, run)
+            h, s = hash_stretch(address, row[3], offset, row[4])
+            target[0] = add(target[0], h)
+            target[1] += s

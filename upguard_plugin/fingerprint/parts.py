@@ -10,12 +10,14 @@ a sparse one, data and scales of a scaled one) holds part k at `k * PART_BYTES`.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from upguard_plugin.errors import UnsupportedTensorError
+from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.fingerprint.keys import PART_BYTES
 from upguard_plugin.records import Placement
 
@@ -27,8 +29,9 @@ class Part:
     """A dense tensor and where its bytes are hashed."""
 
     tensor: Tensor
-    offset: int  # in bytes, beyond what the placement says
+    offset: int = 0  # in bytes, beyond what the placement says
     placement: Placement | None = None
+    has_values: bool = True  # numbers of the tensor; not the indices of a sparse one
 
 
 def dense_parts(tensor: Tensor, placement: Placement | None = None) -> tuple[Part, ...]:
@@ -46,45 +49,58 @@ def dense_parts(tensor: Tensor, placement: Placement | None = None) -> tuple[Par
         if opened is not None:
             return opened
     if tensor.layout is not torch.strided:
+        if placement is not None:
+            raise _unsupported(
+                tensor, f"its layout is {tensor.layout}, and a placement needs strides"
+            )
         return _number(_sparse_parts(tensor))
     if tensor.device.type == "meta":
         raise _unsupported(tensor, "it has no data (device meta)")
-    return (Part(tensor.detach().resolve_conj().resolve_neg(), 0, placement),)
+    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+        raise _unsupported(tensor, "its storage was freed")
+    return (Part(tensor.detach().resolve_conj().resolve_neg(), placement=placement),)
 
 
 def _open_subclass(tensor: Tensor, placement: Placement | None) -> tuple[Part, ...] | None:
     """The parts of a wrapper subclass, or None for a subclass that is a plain tensor itself."""
-    to_local = getattr(tensor, "_local_tensor", None)
-    if isinstance(to_local, Tensor):  # DTensor; `to_local()` would put a node into the graph
-        wait = getattr(to_local, "wait", None)  # an asynchronous collective's result
-        return dense_parts(wait() if wait is not None else to_local, placement)
+    if hasattr(tensor, "fake_mode"):
+        raise _unsupported(tensor, "it has no data (a fake tensor)")
+    local = getattr(tensor, "_local_tensor", None)
+    if isinstance(local, Tensor):  # a DTensor; `to_local()` would put a node into the graph
+        return dense_parts(local, placement or placement_of(tensor))
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return dense_parts(tensor.wait(), placement)
     flatten = getattr(type(tensor), "__tensor_flatten__", None)
     if flatten is None:
         return None
+    if placement is not None:
+        raise _unsupported(tensor, "it is made of parts, and a placement describes one tensor")
     names, _ = flatten(tensor)
-    inner = [getattr(tensor, name) for name in sorted(names)]
-    return _number([part.tensor for one in inner for part in dense_parts(one)])
+    return _number([Part(getattr(tensor, name)) for name in sorted(names)])
 
 
-def _sparse_parts(tensor: Tensor) -> list[Tensor]:
+def _sparse_parts(tensor: Tensor) -> list[Part]:
+    """Indices first, as they are stored (a COO tensor is not coalesced), then values."""
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    if getattr(tensor, "is_mkldnn", False):
-        return [tensor.to_dense()]
-    raise _unsupported(tensor, f"its layout {tensor.layout} cannot be opened", "hash its parts")
+        indices, values = [tensor._indices()], tensor._values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        indices, values = [tensor.crow_indices(), tensor.col_indices()], tensor.values()
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        indices, values = [tensor.ccol_indices(), tensor.row_indices()], tensor.values()
+    else:
+        raise _unsupported(tensor, f"its layout is {tensor.layout}", "hash a dense copy")
+    return [*(Part(index, has_values=False) for index in indices), Part(values)]
 
 
-def _number(tensors: list[Tensor]) -> tuple[Part, ...]:
-    return tuple(
-        Part(part.tensor, k * PART_BYTES)
-        for k, tensor in enumerate(tensors)
-        for part in dense_parts(tensor)
-    )
+def _number(parts: list[Part]) -> tuple[Part, ...]:
+    """Put part k at k times PART_BYTES; parts of parts are counted through."""
+    numbered: list[Part] = []
+    for part in parts:
+        for inner in dense_parts(part.tensor):
+            offset = len(numbered) * PART_BYTES
+            numbered.append(replace(inner, offset=offset, has_values=part.has_values))
+    return tuple(numbered)
 
 
 def _unsupported(tensor: Tensor, why: str, remedy: str = "") -> UnsupportedTensorError:

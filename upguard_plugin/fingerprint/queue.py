@@ -18,117 +18,132 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from upguard_plugin.fingerprint.cache import cache_note
 from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS, hash_run, hash_sweeps
+from upguard_plugin.fingerprint.devices import DeviceSlots, device_slots
 from upguard_plugin.fingerprint.keys import FINGERPRINT_PRIME, MASK64
+from upguard_plugin.fingerprint.measure import SCRATCH_BYTES, measure_sweeps
 from upguard_plugin.fingerprint.parts import PLAIN_TYPES, Part, dense_parts
-from upguard_plugin.fingerprint.sweeps import Sweep, plan_sweeps
+from upguard_plugin.fingerprint.rows import Plans, Rows, has_numbers, sweep_table
+from upguard_plugin.fingerprint.sketch import check_size
 from upguard_plugin.fingerprint.threads import PARALLEL_BYTES, hash_run_parallel
 from upguard_plugin.records import Placement
 
-Words = npt.NDArray[np.uint64]
-
-FIRST_SLOTS = 1024
-MAX_PLANS = 4096  # sweeps of placed or strided tensors, kept while the same shapes return
+NOT_COUNTED = -1
+# A view of freed storage has its offset for an address. Real ones are above this, or checked.
+LOW_ADDRESS = 1 << 44
 
 
 @dataclass(frozen=True, slots=True)
 class Hashes:
     """What a queue took, one row per slot. Optional columns are None where not asked for."""
 
-    h: Words
-    s: Words
-    nonfinite: npt.NDArray[np.int64] | None = None
-    max_abs: npt.NDArray[np.float64] | None = None
-    sketch: npt.NDArray[np.float64] | None = None
+    h: npt.NDArray[np.uint64]
+    s: npt.NDArray[np.uint64]
+    nonfinite: npt.NDArray[np.int64] | None = None  # NOT_COUNTED where there are no numbers
+    max_abs: npt.NDArray[np.float64] | None = None  # of the finite elements; NaN likewise
+    sketch: npt.NDArray[np.float64] | None = None  # [slots, K]; a row of NaN where none was taken
 
     def __len__(self) -> int:
         return len(self.h)
 
 
 class FingerprintQueue:
-    """Hashes tensors in program order; a slot is the number of a tensor since the last `take`."""
+    """Hashes tensors in program order; a slot is the number of a tensor since the last `take`.
 
-    def __init__(self) -> None:
-        self._pairs = np.zeros((FIRST_SLOTS, 2), np.uint64)  # h and s of each slot
-        self._address = self._pairs.ctypes.data
+    magnitudes: count non-finite elements and find the largest magnitude of each tensor.
+    sketch_size: buckets of the sketches that `put(..., sketch=True)` takes; 0: none are taken.
+    Raises UsageError for an impossible sketch size.
+    """
+
+    def __init__(self, *, magnitudes: bool = False, sketch_size: int = 0) -> None:
+        self._magnitudes = magnitudes
+        self._sketch_size = check_size(sketch_size) if sketch_size else 0
         self._slots = 0
-        self._plans: dict[tuple, tuple[Placement | None, tuple[Sweep, ...] | None]] = {}
+        self._pairs = Rows(2, np.uint64, 0)  # h and s of each slot
+        self._measures = Rows(2 + self._sketch_size, np.float64, np.nan)
+        self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+        self._plans = Plans()
+        self._devices: dict[torch.device, DeviceSlots] = {}
 
     def __len__(self) -> int:
         return self._slots
 
-    def put(self, tensor: Tensor, placement: Placement | None = None) -> int:
-        """Hash one tensor and return its slot. Never waits for a device.
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the manifest should say of how tensors were hashed, in whole sentences."""
+        found = [slots.note for slots in self._devices.values()] + [cache_note()]
+        return tuple(dict.fromkeys(note for note in found if note))
 
-        placement: its part of a logical tensor; None: hashed at offset 0, as a whole.
+    def put(
+        self, tensor: Tensor, placement: Placement | None = None, *, sketch: bool = False
+    ) -> int:
+        """Hash one tensor and return its slot. Never waits for a CUDA device.
+
+        placement: its part of a logical tensor; None: what a DTensor says of itself, else it is
+        hashed at offset 0, as a whole.
         Raises PlacementError if the placement does not fit, UnsupportedTensorError if the tensor
-        has no plain bytes; the slot is not used then.
+        has no plain bytes; no slot is used then.
         """
         if (
             placement is None
-            and type(tensor) in PLAIN_TYPES
-            and tensor.is_cpu
-            and tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-            and not tensor.is_conj()
-            and not tensor.is_quantized
+            and not self._magnitudes
+            and not (sketch and self._sketch_size)
+            and (address := _plain_address(tensor))
         ):
             slot = self._next_slot()
             num_bytes = tensor.nbytes
             hasher = hash_run if num_bytes < PARALLEL_BYTES else hash_run_parallel
-            out = self._address + 16 * slot
-            hasher(tensor.data_ptr(), num_bytes, 0, int(tensor.itemsize >= 8), out)
+            out = self._pairs.address + 16 * slot
+            hasher(address, num_bytes, 0, int(tensor.itemsize >= 8), out)
             return slot
-        return self._put_parts(dense_parts(tensor, placement))
+        return self._put_parts(dense_parts(tensor, placement), sketch)
 
     def put_many(
-        self, tensors: Sequence[Tensor], placements: Sequence[Placement | None] | None = None
+        self,
+        tensors: Sequence[Tensor],
+        placements: Sequence[Placement | None] | None = None,
+        *,
+        sketch: bool = False,
     ) -> range:
-        """Hash many tensors in one kernel call; returns their slots. As `put` in all else."""
+        """Hash many tensors, small plain ones in one kernel call; returns their slots.
+
+        All or none: if one is refused, no slot is used. As `put` in all else.
+        """
         first = self._slots
+        together = not self._magnitudes and not (sketch and self._sketch_size)
         rows: list[tuple[int, ...]] = []
         self._reserve(len(tensors))
         try:
             for i, tensor in enumerate(tensors):
-                if (
-                    (placements is None or placements[i] is None)
-                    and type(tensor) in PLAIN_TYPES
-                    and tensor.is_cpu
-                    and tensor.nbytes < PARALLEL_BYTES
-                    and tensor.layout is torch.strided
-                    and tensor.is_contiguous()
-                    and not tensor.is_neg()
-                    and not tensor.is_conj()
-                    and not tensor.is_quantized
-                ):
-                    rows.append(
-                        (self._slots, tensor.data_ptr(), tensor.nbytes, tensor.itemsize >= 8)
-                    )
-                    self._slots += 1
-                else:
-                    self.put(tensor, placements[i] if placements is not None else None)
+                placement = placements[i] if placements is not None else None
+                if together and placement is None and (address := _plain_address(tensor)):
+                    num_bytes = tensor.nbytes
+                    if num_bytes < PARALLEL_BYTES:
+                        rows.append((self._slots, address, num_bytes, tensor.itemsize >= 8))
+                        self._slots += 1
+                        continue
+                self.put(tensor, placement, sketch=sketch)
         except BaseException:
             self._forget(first)
             raise
         if rows:
             table = np.zeros((len(rows), SWEEP_COLUMNS), np.int64)
             table[:, [0, 1, 3, 4]] = np.array(rows, np.int64)
-            hash_sweeps(table.ctypes.data, len(rows), self._address)
+            hash_sweeps(table.ctypes.data, len(rows), self._pairs.address)
         return range(first, self._slots)
 
     def put_bytes(self, data: bytes | bytearray | memoryview) -> int:
         """Hash raw bytes, as a uint8 tensor of the same bytes would be hashed."""
         array = np.frombuffer(data, np.uint8)
         slot = self._next_slot()
-        hash_run(array.ctypes.data, array.nbytes, 0, 0, self._address + 16 * slot)
+        hash_run(array.ctypes.data, array.nbytes, 0, 0, self._pairs.address + 16 * slot)
         return slot
 
     def put_words(self, h: int, s: int = 0) -> int:
         """Take a slot for a value that was hashed elsewhere."""
         slot = self._next_slot()
-        self._pairs[slot, 0] = h % FINGERPRINT_PRIME
-        self._pairs[slot, 1] = s & MASK64
+        self._pairs.values[slot] = (h % FINGERPRINT_PRIME, s & MASK64)
         return slot
 
     def take(self) -> Hashes:
@@ -136,41 +151,40 @@ class FingerprintQueue:
 
         Waits for the devices whose tensors were put, with one copy for each.
         """
-        taken = self._pairs[: self._slots].copy()
+        pairs, measures = self._pairs.values, self._measures.values
+        for device in self._devices.values():
+            device.take_into(pairs, measures)
+        taken = pairs[: self._slots].T.copy()
+        measured = measures[: self._slots].copy()
         self._forget(0)
-        return Hashes(taken[:, 0].copy(), taken[:, 1].copy())
+        nonfinite, max_abs, sketch = None, None, None
+        if self._magnitudes:
+            counts = np.where(np.isnan(measured[:, 0]), NOT_COUNTED, measured[:, 0])
+            nonfinite, max_abs = counts.astype(np.int64), measured[:, 1].copy()
+        if self._sketch_size:
+            sketch = measured[:, 2:].copy()
+        return Hashes(taken[0], taken[1], nonfinite, max_abs, sketch)
 
-    def _put_parts(self, parts: Sequence[Part]) -> int:
-        planned = [(part, *self._plan(part)) for part in parts]
-        rows: list[list[int]] = []
-        slot = self._slots
-        for part, tensor, sweeps in planned:
-            with_sum = int(tensor.itemsize >= 8)
-            for sweep in sweeps:
-                row = [slot, tensor.data_ptr() + sweep.start, part.offset + sweep.offset]
-                row += [sweep.run_bytes, with_sum, len(sweep.dims)]
-                for dim in sweep.dims:
-                    row += [dim.size, dim.memory, dim.logical]
-                rows.append(row + [0] * (SWEEP_COLUMNS - len(row)))
-        self._next_slot()
-        if rows:
-            table = np.array(rows, np.int64)
-            hash_sweeps(table.ctypes.data, len(rows), self._address)
+    def _put_parts(self, parts: tuple[Part, ...], sketch: bool) -> int:
+        planned = [self._plans.plan(part) for part in parts]
+        size = self._sketch_size if sketch else 0
+        measured = bool(self._magnitudes or size) and has_numbers(parts)
+        slot = self._next_slot()
+        if not parts[0].tensor.is_cpu:
+            device = parts[0].tensor.device
+            if device not in self._devices:
+                self._devices[device] = device_slots(device, self._sketch_size)
+            self._devices[device].put(slot, planned, measured, size)
+            return slot
+        table = sweep_table(slot, planned)
+        where = (table.ctypes.data, len(table), self._pairs.address)
+        if not measured:
+            hash_sweeps(*where)
+            return slot
+        self._measures.values[slot, : 2 + size] = 0.0
+        columns, scratch = 2 + self._sketch_size, self._scratch.ctypes.data
+        measure_sweeps(*where, self._measures.address, columns, size, scratch)
         return slot
-
-    def _plan(self, part: Part) -> tuple[Tensor, tuple[Sweep, ...]]:
-        tensor, placement = part.tensor, part.placement
-        key = (id(placement), tensor.shape, tensor.stride(), tensor.itemsize)
-        found = self._plans.get(key)
-        if found is None:
-            sweeps = plan_sweeps(tensor.shape, tensor.stride(), tensor.itemsize, placement)
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            # The placement is kept with its plan: its id stays its own as long as the plan is here.
-            found = self._plans[key] = (placement, sweeps)
-        if found[1] is not None:
-            return tensor, found[1]
-        return self._plan(Part(tensor.contiguous(), part.offset, placement))
 
     def _next_slot(self) -> int:
         self._reserve(1)
@@ -178,11 +192,29 @@ class FingerprintQueue:
         return self._slots - 1
 
     def _reserve(self, count: int) -> None:
-        if self._slots + count > len(self._pairs):
-            grown = np.zeros((max(2 * len(self._pairs), self._slots + count), 2), np.uint64)
-            grown[: self._slots] = self._pairs[: self._slots]
-            self._pairs, self._address = grown, grown.ctypes.data
+        self._pairs.reserve(self._slots + count)
+        if self._magnitudes or self._sketch_size:
+            self._measures.reserve(self._slots + count)
 
     def _forget(self, first: int) -> None:
-        self._pairs[first : self._slots] = 0
+        self._pairs.clear(first, self._slots)
+        self._measures.clear(first, self._slots)
+        for device in self._devices.values():
+            device.forget(first)
         self._slots = first
+
+
+def _plain_address(tensor: Tensor) -> int:
+    """Where a tensor's bytes lie in host memory as they are hashed, or 0 if that needs a look."""
+    if (
+        type(tensor) in PLAIN_TYPES
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and not tensor.is_quantized
+        and (address := tensor.data_ptr()) >= LOW_ADDRESS
+    ):
+        return address
+    return 0

@@ -44,10 +44,13 @@ def plan_sweeps(
     strides: Sequence[int],
     itemsize: int,
     placement: Placement | None,
+    *,
+    any_run: bool = False,
 ) -> tuple[Sweep, ...] | None:
     """The sweeps that cover a tensor, or None if a contiguous copy has to be made first.
 
-    strides count elements. Raises PlacementError if the placement does not fit the shape.
+    strides count elements. any_run: take short runs too, as GPUs can.
+    Raises PlacementError if the placement does not fit the shape.
     """
     shape, strides = tuple(shape), tuple(strides)
     numbering = row_major_strides(shape)
@@ -78,7 +81,8 @@ def plan_sweeps(
         run = 1
         if dims and dims[-1].memory == dims[-1].logical == 1:
             run = dims.pop().size
-        if not contiguous and run * itemsize < SHORT_RUN_BYTES and prod(shape) > run:
+        short = run * itemsize < SHORT_RUN_BYTES and prod(shape) > run
+        if short and not contiguous and not any_run:
             return None
         sweeps.extend(_split(memory[0], piece.logical_start, run, dims, itemsize))
     return tuple(sweeps)

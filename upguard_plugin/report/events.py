@@ -40,7 +40,7 @@ def _row(event: SeenEvent, verbose: bool) -> str:
         "-" if event.microbatch is None else event.microbatch,
         event.phase,
         event.role,
-        event.boundary or "(the model)",
+        event.boundary,
         event.slot,
         event.call,
         event.dtype,

@@ -40,7 +40,6 @@ class EndFile:
     def __init__(self, path: Path) -> None:
         # Not O_APPEND: with it, Linux appends whatever offset pwrite is given.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self.write(EndRecord(complete=False, reason=STILL_RUNNING))
 
     def write(self, end: EndRecord) -> None:
         fields = {name: getattr(end, name) for name in EndRecord.__slots__}

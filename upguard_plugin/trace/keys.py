@@ -25,6 +25,7 @@ from upguard_plugin.records import (
     Source,
 )
 from upguard_plugin.trace.files import damaged
+from upguard_plugin.trace.segments import ARROW_ERRORS
 
 NAME = "keys.arrow"
 
@@ -162,7 +163,7 @@ def decode_keys(data: bytes, num_keys: int, path: Path) -> tuple[EventKey, ...]:
         if table.num_rows != num_keys:
             raise damaged(path, f"it holds {table.num_rows} keys, the index says {num_keys}")
         return _keys_of(table)
-    except (pa.ArrowException, ValueError, TypeError, KeyError, OSError, MemoryError) as error:
+    except ARROW_ERRORS as error:
         raise damaged(path, f"it holds no valid event keys ({str(error)[:120]})") from None
     except RecursionError:
         raise damaged(path, "it holds no valid event keys (nested too deeply)") from None

@@ -40,7 +40,7 @@ def read(directory: Path) -> RankFile:
             str(fields["device"]),
             _layout(fields["layout"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise damaged(path, f"a field is missing or has a wrong type ({error})") from None
 
 

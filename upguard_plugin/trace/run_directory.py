@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from upguard_plugin.errors import RunDirectoryError
+from upguard_plugin.errors import RunDirectoryError, TraceError
 from upguard_plugin.trace import index
+from upguard_plugin.trace.files import read_whole
 from upguard_plugin.trace.manifest import NAME as MANIFEST_NAME
 
 CLAIM_NAME = "claim.json"
@@ -111,23 +112,6 @@ def _holds_a_run(output: Path) -> RunDirectoryError:
     )
 
 
-def launcher_run_token(environ: Mapping[str, str]) -> str | None:
-    """The launcher's id for this launch, or None where it gives none.
-
-    UPGUARD_RUN_ID comes first: a user's own word where the launcher is silent.
-    """
-    if environ.get("UPGUARD_RUN_ID"):
-        return environ["UPGUARD_RUN_ID"]
-    elastic = environ.get("TORCHELASTIC_RUN_ID", "")
-    if elastic not in ("", "none"):  # torchrun says "none" unless it was given --rdzv-id
-        return f"torchelastic-{elastic}"
-    if environ.get("PMIX_NAMESPACE"):
-        return f"pmix-{environ['PMIX_NAMESPACE']}"
-    if environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID"):
-        return f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-    return None
-
-
 def _restart(environ: Mapping[str, str]) -> str:
     return ".".join(environ.get(name) or "0" for name in _RESTART_COUNTS)
 
@@ -207,10 +191,17 @@ def _claim_bytes(claim: _Claim) -> bytes:
 
 def _read_claim(directory: Path) -> _Claim | None:
     """The claim on a directory, or None if there is none or it is half written."""
-    try:
-        return _Claim(**json.loads((directory / CLAIM_NAME).read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):
+    path = directory / CLAIM_NAME
+    if not os.path.lexists(path):
         return None
+    try:
+        return _Claim(**json.loads(read_whole(path, limit=1 << 16)))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    except TraceError:
+        if os.path.lexists(path):
+            raise
+        return None  # removed a moment ago, by a rank that overwrites the run
 
 
 def _stuck(path: Path) -> RunDirectoryError:

@@ -36,6 +36,8 @@ OPTIONAL: dict[str, pa.DataType] = {
     "tag": pa.int32(),
     "pair_seq": pa.int64(),
 }
+# What comes out of Arrow, and of ourselves, for bytes that are not what they should be.
+ARROW_ERRORS = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, KeyError, MemoryError)
 _END_OF_STREAM_BYTES = 8
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
 _SKETCH_LIMIT = 1 << 16
@@ -83,7 +85,7 @@ def decode_schema(head: bytes, path: Path) -> pa.Schema:
     """The schema of a segment. Raises TraceError if it is not one of ours."""
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(head))
-    except (pa.ArrowException, OSError, ValueError, MemoryError):
+    except ARROW_ERRORS:
         raise damaged(path, "it does not begin with an Arrow schema") from None
     names = [name for name in [*REQUIRED, *OPTIONAL] if name in schema.names]
     fields = [pa.field(name, _expected_type(name, schema), nullable=False) for name in names]
@@ -109,7 +111,7 @@ def decode(body: bytes, schema: pa.Schema, num_events: int, path: Path) -> dict[
         if batch.num_rows != num_events:
             raise damaged(path, f"a batch of {batch.num_rows} events, the index says {num_events}")
         return {name: _to_numpy(batch.column(i)) for i, name in enumerate(schema.names)}
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+    except ARROW_ERRORS as error:
         raise damaged(path, f"a batch cannot be decoded ({str(error)[:120]})") from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,11 +17,17 @@ from upguard_plugin.trace.files import damaged, is_real_directory, read_whole, r
 
 DIRECTORY = "tensors"
 SUFFIX = ".safetensors"
+_LONGEST_NAME = 200  # file systems allow 255 bytes, with a suffix and that of a draft
 
 
 def file_name(name: str) -> str:
     """The file for a dump called `name`: what is unsafe in a file name is percent-encoded."""
-    return quote(name, safe="").replace(".", "%2E", name.startswith(".")) + SUFFIX
+    quoted = quote(name, safe="")
+    if quoted.startswith("."):
+        quoted = f"%2E{quoted[1:]}"  # a hidden file otherwise
+    if len(quoted) > _LONGEST_NAME:
+        quoted = f"{quoted[:_LONGEST_NAME]}-{blake2b(name.encode(), digest_size=8).hexdigest()}"
+    return quoted + SUFFIX
 
 
 def write_tensors(directory: Path, name: str, tensors: Mapping[str, np.ndarray]) -> int:

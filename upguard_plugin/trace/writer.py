@@ -11,25 +11,31 @@ trace.
 from __future__ import annotations
 
 import errno
-import itertools
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 
 from upguard_plugin.errors import RunDirectoryError
-from upguard_plugin.records import EventKey, Layout
+from upguard_plugin.records import Layout
 from upguard_plugin.trace import index, keys, rank_file, segments
 from upguard_plugin.trace.batch import EventBatch, StepEntry
 from upguard_plugin.trace.digest import hash_keys, step_digest
 from upguard_plugin.trace.end import NAME as END_NAME
-from upguard_plugin.trace.end import NOTES_NAME, NUM_BYTES, EndFile, EndRecord, note_bytes
+from upguard_plugin.trace.end import (
+    NOTES_NAME,
+    NUM_BYTES,
+    STILL_RUNNING,
+    EndFile,
+    EndRecord,
+    note_bytes,
+)
 from upguard_plugin.trace.files import AppendFile
+from upguard_plugin.trace.key_numbers import KeyNumbers
 from upguard_plugin.trace.run_directory import rank_name, run_id_of
 from upguard_plugin.trace.tensors import write_tensors
 
@@ -67,36 +73,37 @@ class RankWriter:
         self._stopped: str | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self._numbers = _KeyNumbers()
+        self._numbers = KeyNumbers()
         self._key_table = keys.KeyTable()
         self._hashes = hash_keys([])  # of the keys in the file
         self._segments: dict[bytes, _Segment] = {}  # open ones, by their schema message
         self._num_segments = self._num_steps = self._num_notes = 0
+        self._files = ExitStack()  # closes those that live as long as the writer
         try:
             self._begin(run, rank, layout, device)
-        except FileExistsError as error:
-            raise RunDirectoryError(
-                f"cannot record rank {rank}: {error.filename} exists already",
-                remedy="name another output directory, or set overwrite",
-            ) from None
         except OSError as error:
-            raise RunDirectoryError(
-                f"cannot record in {self.directory}: {error.strerror}",
-                remedy="name another output directory, or free some space",
-            ) from None
+            self._files.close()
+            raise _cannot_begin(error, self.directory) from None
 
     def _begin(self, run: Path, rank: int, layout: Layout, device: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._end = EndFile(self.directory / END_NAME)
-        self._keys = AppendFile(self.directory / keys.NAME)
-        self._index = AppendFile(self.directory / index.NAME)
-        self._notes = AppendFile(self.directory / NOTES_NAME)
+        self._files.callback(self._end.close)
+        self._end.write(EndRecord(complete=False, reason=STILL_RUNNING))
+        self._keys = self._append_file(keys.NAME)
+        self._index = self._append_file(index.NAME)
+        self._notes = self._append_file(NOTES_NAME)
         head = index.header_bytes()
         self._index.append(head)
         self._index_crc = index.chain_crc_of(head)
         # Last: a directory without it was killed before it held anything.
         about = rank_file.RankFile(run_id_of(run), rank, device, layout)
         self.bytes_written = NUM_BYTES + self._index.size + rank_file.write(self.directory, about)
+
+    def _append_file(self, name: str) -> AppendFile:
+        file = AppendFile(self.directory / name)
+        self._files.callback(file.close)
+        return file
 
     @property
     def stopped(self) -> str | None:
@@ -217,8 +224,7 @@ class RankWriter:
             for segment in self._segments.values():
                 self._finish_segment(segment)
             self._write_end(self._stopped or reason)
-            for file in (self._keys, self._index, self._notes, self._end):
-                file.close()
+            self._files.close()
 
     def _stop(self, reason: str) -> None:
         if self._stopped is None:
@@ -238,35 +244,16 @@ class RankWriter:
             self._end.write(end)
 
 
-class _KeyNumbers:
-    """Numbers distinct keys in the order in which they first occur."""
-
-    def __init__(self) -> None:
-        self._number: dict[EventKey, int] = {}
-        self._table: Sequence[EventKey] = ()  # the recorder's table, seen last
-        self._number_of_row = np.empty(0, np.int32)  # -1: row not seen yet
-
-    def of(self, batch: EventBatch) -> npt.NDArray[np.int32]:
-        """The batch's `key` column in our numbers: int32 [events]."""
-        if batch.keys is not self._table:
-            self._table = batch.keys
-            self._number_of_row = np.empty(0, np.int32)
-        num_new = len(batch.keys) - len(self._number_of_row)
-        if num_new:
-            unseen = np.full(num_new, -1, np.int32)
-            self._number_of_row = np.concatenate([self._number_of_row, unseen])
-        numbers = self._number_of_row[batch.key]
-        if (numbers < 0).any():
-            rows, first = np.unique(batch.key[numbers < 0], return_index=True)
-            for row in rows[np.argsort(first)]:
-                key = batch.keys[row]
-                self._number_of_row[row] = self._number.setdefault(key, len(self._number))
-            numbers = self._number_of_row[batch.key]
-        return numbers
-
-    def since(self, count: int) -> list[EventKey]:
-        """All keys but the first `count`."""
-        return list(itertools.islice(self._number, count, None))
+def _cannot_begin(error: OSError, directory: Path) -> RunDirectoryError:
+    if isinstance(error, FileExistsError):
+        return RunDirectoryError(
+            f"cannot record in {directory}: it holds a trace already",
+            remedy="name another output directory, or set overwrite",
+        )
+    return RunDirectoryError(
+        f"cannot record in {directory}: {error.strerror}",
+        remedy="name another output directory, or free some space",
+    )
 
 
 def _trouble(error: OSError) -> str:

@@ -66,6 +66,11 @@ class CollectiveProbe:
         self._library: torch.library.Library | None = None
         self._functional: torch.library.Library | None = None
 
+    @classmethod
+    def in_use(cls) -> bool:
+        """Whether a probe of this process is attached."""
+        return cls._attached is not None
+
     def attach(self) -> None:
         """Begin to watch. Raises UsageError if another probe of this process is attached."""
         if CollectiveProbe._attached is not None:

@@ -114,8 +114,7 @@ class OperatorProbe(TorchDispatchMode):
         if operator.is_random:
             self._record_generator(running, args, kwargs)
         for argument in arguments:
-            tensor = argument.tensor
-            if not is_tracked(tensor) or self._storages.of(tensor).initialised:
+            if self._has_value(operator, argument):
                 moment = "before" if argument.key in operator.written else None
                 self._record(running, argument, "input", moment)
         return running
@@ -129,10 +128,7 @@ class OperatorProbe(TorchDispatchMode):
         known = set()  # storages whose values are recorded already, or are no results
         for argument in tensors_in(args, kwargs):
             if argument.key in operator.written:
-                storages.written(argument.tensor)
-                writer = self._record(running, argument, "output", "after")
-                if is_tracked(argument.tensor):
-                    storages.of(argument.tensor).writer = writer
+                self._written(running, argument, "after")
             if is_tracked(argument.tensor):
                 known.add(argument.tensor.untyped_storage()._cdata)
         for returned in tensors_returned(result):
@@ -142,8 +138,16 @@ class OperatorProbe(TorchDispatchMode):
             elif operator.makes_uninitialised:
                 storages.of(tensor).initialised = False
             elif tensor.untyped_storage()._cdata not in known:
-                entry = storages.written(tensor, in_place=False)
-                entry.writer = self._record(running, returned, "output", None)
+                self._written(running, returned, None)
+
+    def _written(self, running: Running, argument: Argument, moment: str | None) -> None:
+        """Record what the operator left in a tensor, and that it wrote it."""
+        tensor = argument.tensor
+        if is_tracked(tensor):
+            self._storages.writing(tensor, in_place=moment is not None)
+        writer = self._record(running, argument, "output", moment)
+        if is_tracked(tensor):
+            self._storages.of(tensor).note_writer(tensor, writer)
 
     def _running(
         self, operator: Operator, place: Place, phase: str, arguments: list[Argument]
@@ -162,6 +166,14 @@ class OperatorProbe(TorchDispatchMode):
         boundary = place.boundary or OUTSIDE
         call = self._position.next_call(f"{boundary} {operator.name} {phase}")
         return Running(operator, place, phase, call, owners)
+
+    def _has_value(self, operator: Operator, argument: Argument) -> bool:
+        """Whether an argument holds a value of the run when the operator begins."""
+        if not is_tracked(argument.tensor):
+            return True
+        if argument.key in operator.written and isinstance(argument.key, str):
+            return False  # out=: what was in that memory before plays no part
+        return self._storages.of(argument.tensor).initialised
 
     def _place(self, arguments: list[Argument]) -> tuple[Place, str]:
         """Where in the program, and in which phase, the operator runs."""

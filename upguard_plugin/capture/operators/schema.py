@@ -37,7 +37,7 @@ class Operator:
 
 @cache
 def describe(overload: torch._ops.OpOverload) -> Operator:
-    """Read an overload's schema. The result is cached: there are some hundred overloads in a run."""
+    """Read an overload's schema, once: a run has some hundred overloads."""
     schema = overload._schema
     namespace = overload.namespace
     name = schema.name.split("::", 1)[1]

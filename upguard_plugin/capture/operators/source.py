@@ -25,7 +25,7 @@ class SourceFinder:
         self._sources: dict[tuple[CodeType, int], Source] = {}
 
     def nearest(self, depth: int = 1) -> Source | None:
-        """The source line nearest to the caller `depth` frames up; None if there is no user frame."""
+        """The user's line nearest to the caller `depth` frames up; None if there is none."""
         frame = sys._getframe(depth)
         is_user = self._is_user
         while frame is not None:

@@ -1,0 +1,165 @@
+# mypy: ignore-errors
+"""The CPU kernel with measures: fingerprint, non-finite count, largest magnitude and sketch.
+
+One pass over memory: each block is hashed and then measured while it is in the first-level cache.
+Slower than `cpu.py`, so a separate kernel. Not for mypy: the bodies are numba's language.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+from numba import uint64 as u64
+
+from upguard_plugin.fingerprint import keys, sketch
+from upguard_plugin.fingerprint.cache import compile_kernel
+from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS, count_runs, hash_stretch, locate_run
+from upguard_plugin.fingerprint.residues import add, mix, pointer
+
+Floats = Any  # memory seen as float64
+
+# How the bytes of an element are read; the numbers stand in the table of sweeps.
+NOT_MEASURED = 0
+FLOAT64, FLOAT32, BFLOAT16 = 1, 2, 3
+TABLE8, TABLE16 = 4, 5  # by a float32 table of all bit patterns, whose address is in the row
+INT8, INT16, INT32, INT64 = 6, 7, 8, 9
+UINT8, UINT16, UINT32, UINT64 = 10, 11, 12, 13
+SIZES = np.array([1, 8, 4, 2, 1, 2, 1, 2, 4, 8, 1, 2, 4, 8])
+
+BLOCK = sketch.SKETCH_BLOCK
+SCRATCH_BYTES = 8 * BLOCK + 4 * BLOCK + 8 * max(sketch.SIZES)
+SEED_BLOCK_SIGN = np.uint64(keys.SEED_BLOCK_SIGN)
+GOLDEN = np.uint64(keys.GOLDEN)
+COLUMN_SIGNS = np.array(sketch.COLUMN_SIGNS)
+
+
+@njit
+def _widen(address: int, count: int, code: int, table: int, scratch: int) -> Floats:
+    """Read `count` <= BLOCK elements as float64 into scratch memory."""
+    out = carray(pointer(u64(scratch), np.float64), (count,))
+    at = u64(address)
+    if code == FLOAT64:
+        out[:] = carray(pointer(at, np.float64), (count,))
+    elif code == FLOAT32:
+        out[:] = carray(pointer(at, np.float32), (count,))
+    elif code == BFLOAT16:
+        bits = carray(pointer(u64(scratch + 8 * BLOCK), np.uint32), (count,))
+        halves = carray(pointer(at, np.uint16), (count,))
+        for k in range(count):
+            bits[k] = np.uint32(halves[k]) << np.uint32(16)
+        out[:] = carray(pointer(u64(scratch + 8 * BLOCK), np.float32), (count,))
+    elif code == TABLE8:
+        _look_up(carray(pointer(at, np.uint8), (count,)), table, out)
+    elif code == TABLE16:
+        _look_up(carray(pointer(at, np.uint16), (count,)), table, out)
+    elif code == INT8:
+        out[:] = carray(pointer(at, np.int8), (count,))
+    elif code == INT16:
+        out[:] = carray(pointer(at, np.int16), (count,))
+    elif code == INT32:
+        out[:] = carray(pointer(at, np.int32), (count,))
+    elif code == INT64:
+        out[:] = carray(pointer(at, np.int64), (count,))
+    elif code == UINT8:
+        out[:] = carray(pointer(at, np.uint8), (count,))
+    elif code == UINT16:
+        out[:] = carray(pointer(at, np.uint16), (count,))
+    elif code == UINT32:
+        out[:] = carray(pointer(at, np.uint32), (count,))
+    else:
+        out[:] = carray(pointer(at, np.uint64), (count,))
+    return out
+
+
+@njit
+def _look_up(bits: Any, table: int, out: Floats) -> None:
+    values = carray(pointer(u64(table), np.float32), (65536,))
+    for k in range(bits.shape[0]):
+        out[k] = values[bits[k]]
+
+
+@njit
+def _add_to_sketch(values: Floats, first: int, lanes: Floats, buckets: Floats) -> None:
+    """Add a part of one block, whose first element has the logical number `first`."""
+    size = lanes.shape[0]
+    block, column = first >> 11, first & (BLOCK - 1)
+    lanes[:] = 0.0
+    for k in range(values.shape[0]):
+        lanes[(column + k) & (size - 1)] += values[k] * COLUMN_SIGNS[column + k]
+    rotation = mix(u64(SEED_BLOCK_SIGN) ^ (u64(block) * u64(GOLDEN))) >> u64(20)
+    word = u64(0)
+    for lane in range(size):
+        if lane & 63 == 0:
+            word = mix(u64(SEED_BLOCK_SIGN) + u64(4 * block + (lane >> 6) + 1) * u64(GOLDEN))
+        bucket = (lane + int(rotation & u64(size - 1))) & (size - 1)
+        negative = (word >> u64(lane & 63)) & u64(1)
+        buckets[bucket] += -lanes[lane] if negative else lanes[lane]
+
+
+@njit
+def _measure(
+    address: int,
+    count: int,
+    first: int,
+    code: int,
+    table: int,
+    row: Floats,
+    scratch: int,
+    size: int,
+) -> None:
+    """Measure a contiguous run of elements, block by block of the logical tensor."""
+    done = 0
+    lanes = carray(pointer(u64(scratch + 12 * BLOCK), np.float64), (size,))
+    while done < count:
+        n = min(BLOCK - ((first + done) & (BLOCK - 1)), count - done)
+        values = _widen(address + done * SIZES[code], n, code, table, scratch)
+        largest, nonfinite = row[1], 0
+        for k in range(n):
+            value = values[k]
+            if value - value != 0.0:  # infinite or not a number
+                nonfinite += 1
+                values[k] = 0.0
+            else:
+                largest = max(largest, abs(value))
+        row[0] += nonfinite
+        row[1] = largest
+        if size:
+            _add_to_sketch(values, first + done, lanes, row[2 : 2 + size])
+        done += n
+
+
+@compile_kernel
+def measure_sweeps(
+    table: int, num_sweeps: int, out: int, measures: int, columns: int, size: int, scratch: int
+) -> None:
+    """As `hash_sweeps`, and each sweep adds to row `slot` of the measures too.
+
+    measures: address of float64 rows of `columns`: non-finite count, largest finite magnitude, then
+    the `size` buckets of the sketch. The last two columns of the table are the way to read an
+    element and the address of its table. scratch: address of SCRATCH_BYTES bytes.
+    """
+    rows = carray(pointer(u64(table), np.int64), (num_sweeps, SWEEP_COLUMNS))
+    for t in range(num_sweeps):
+        row = rows[t]
+        code, values = row[SWEEP_COLUMNS - 2], row[SWEEP_COLUMNS - 1]
+        target = carray(pointer(u64(out + 16 * row[0]), np.uint64), (2,))
+        measured = carray(pointer(u64(measures + 8 * columns * row[0]), np.float64), (columns,))
+        for run in range(count_runs(row)):
+            address, offset = locate_run(row, run)
+            done = 0
+            while done < row[3]:
+                n = min(
+                    keys.BLOCK_BYTES - ((offset + done) & (keys.BLOCK_BYTES - 1)), row[3] - done
+                )
+                h, s = hash_stretch(address + done, n, offset + done, row[4])
+                target[0] = add(target[0], h)
+                target[1] += s
+                if code != NOT_MEASURED:
+                    width = SIZES[code]
+                    first = (offset + done) // width
+                    _measure(
+                        address + done, n // width, first, code, values, measured, scratch, size
+                    )
+                done += n
