@@ -145,7 +145,7 @@ def redistributed() -> list[tuple[str, str, str | None]]:
 def test_a_redistributed_dtensor_shows_its_collective(two_ranks: Ranks) -> None:
     for rows in two_ranks.run(redistributed):
         assert rows == [
-            ("all_gather[tp]", "input", "launch"),
-            ("all_gather[tp]", "input", "completion"),
-            ("all_gather[tp]", "output", "completion"),
+            ("all_gather[world]", "input", "launch"),
+            ("all_gather[world]", "input", "completion"),
+            ("all_gather[world]", "output", "completion"),
         ]
