@@ -74,7 +74,8 @@ def _boundary(name: str, module: nn.Module, names: ParameterNames, recorded: boo
     )
     operator = type(module).__name__
     is_loss = operator.endswith("Loss") or isinstance(module, nn.modules.loss._Loss)
-    return Boundary(name, operator, source_of(type(module)), parameters, is_loss, recorded)
+    source = source_of(type(module))  # type: ignore[arg-type]
+    return Boundary(name, operator, source, parameters, is_loss, recorded)
 
 
 @lru_cache(maxsize=4096)

@@ -35,7 +35,9 @@ Models = tuple[tuple[str, nn.Module], ...]
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether the module only forwards to the one inside, under a name that is dropped."""
-    return _is_wrapper_class(type(module)) and not WRAPPERS.isdisjoint(module._modules)
+    # mypy takes a class for as hashable as its instances.
+    is_wrapper_class = _is_wrapper_class(type(module))  # type: ignore[arg-type]
+    return is_wrapper_class and not WRAPPERS.isdisjoint(module._modules)
 
 
 @lru_cache(maxsize=4096)
