@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
-from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.models import named_models
+from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
 from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of

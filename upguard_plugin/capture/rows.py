@@ -51,10 +51,10 @@ class Rows:
         identity = (*parts[:8], id(parts[8]), id(parts[9]), parts[10], id(parts[11]))
         key = self._ids.get(identity)
         if key is None:
-            dtype, shape = str(parts[4]).removeprefix("torch."), tuple(parts[5])
+            boundary, phase, role, slot, dtype, shape, *rest = parts
+            dtype = str(dtype).removeprefix("torch.")
             key = self._ids[identity] = len(self._keys)
-            place, rest = parts[:4], parts[6:]
-            self._keys.append(EventKey(*place, dtype, shape, *rest))
+            self._keys.append(EventKey(boundary, phase, role, slot, dtype, tuple(shape), *rest))
         return key
 
     def boundary_of(self, key: int) -> str:
