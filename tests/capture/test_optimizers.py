@@ -309,6 +309,45 @@ def test_two_steps_of_one_optimizer_are_two_calls():
     assert [e.call for e in weights] == [0, 1]
 
 
+def run_gan():
+    """Two models, each with its optimizer, that step one after the other in every step."""
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(2, 4), nn.Linear(4, 1)
+    optimizers = [adamw(judge), adamw(maker)]
+    models = (("maker.", maker), ("judge.", judge))
+    generator = torch.Generator().manual_seed(1)
+    with recording(models, optimizers) as (guard, run):
+        for _ in range(2):
+            noise = torch.randn(3, 2, generator=generator)
+            made = maker(noise)
+            (judge(torch.ones(3, 4)).mean() - judge(made.detach()).mean()).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            judge(made).mean().backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            guard.step()
+    return run
+
+
+def test_optimizers_that_take_turns_are_recorded_in_turn():
+    run = run_gan()
+
+    assert first_difference(run, run_gan()) is None
+    phases = [(e.phase, e.boundary) for e in run.where(step=0, role="param")]
+    assert phases.index(("optimizer", "judge.weight")) < phases.index(("optimizer", "maker.weight"))
+    used = [e.boundary for e in run.where(step=0, phase="clip", role="grad")]
+    assert used == ["judge.weight", "judge.bias", "maker.weight", "maker.bias"]
+
+
+def test_gradients_left_over_from_another_optimizers_turn_are_found_at_the_next_start():
+    # The judge keeps the gradients that the maker's turn gave it.
+    run = run_gan()
+
+    left = {e.boundary for e in run.where(step=1, phase="start", role="grad")}
+    assert left == {"judge.weight", "judge.bias"}
+
+
 def test_lbfgs_with_its_closure_is_recorded():
     def run():
         model = make_model()

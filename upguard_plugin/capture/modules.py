@@ -129,7 +129,7 @@ class ModuleProbe:
         phase = outer.phase if outer else self._enter(boundary, module, grad)
         microbatch = outer.microbatch if outer else self._position.microbatch
         if phase == "recompute":
-            microbatch = outer.microbatch if outer else self._flow.backward_microbatch
+            microbatch = outer.microbatch if outer else self._position.backward_microbatch
             number = self._recompute.match(boundary.name, microbatch)
             if number is None:
                 number = max(self._position.calls[boundary.name, microbatch] - 1, 0)
@@ -148,6 +148,7 @@ class ModuleProbe:
         self._guard.begin_step_if_needed()
         if self._step != self._position.step:
             self._begin_step()
+        self._flow.prune()
         if not module.training or not grad:
             phase = "eval"
         elif boundary.is_loss and self._position.phase == "loss":
