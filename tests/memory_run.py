@@ -7,8 +7,8 @@
     grad_sync -  output  bucket0/out            g       group=0,1:3  op=all_reduce_sum
 
 Columns: phase, micro-batch, role, boundary/slot#call, value (equal text: equal fingerprint), then
-in any order an operator or class, dtype, shape, `group=RANKS:SEQ`, `op=`, `moment=`, `pair=PEER:SEQ`,
-`by=ROW` (the row that wrote the storage last), `at=SPEC` (placement).
+in any order an operator or class, dtype, shape, `group=RANKS:SEQ`, `op=`, `moment=`,
+`pair=PEER:SEQ`, `by=ROW` (the row that wrote the storage last), `at=SPEC` (placement).
 """
 
 from __future__ import annotations

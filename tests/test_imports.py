@@ -97,8 +97,8 @@ def arrows(tree: ast.AST, mine: str) -> set[str]:
 
 
 def _is_module(name: str) -> bool:
-    # `from upguard_plugin.trace import writer` names a module, `from ...batch import NONE` does not;
-    # the package itself is named with every import of a part of it.
+    # `from upguard_plugin.trace import writer` names a module, `from ...batch import NONE` does
+    # not; the package itself is named with every import of a part of it.
     return name in MODULES and name != "upguard_plugin.fingerprint"
 
 

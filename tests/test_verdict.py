@@ -31,6 +31,7 @@ def test_a_verdict_survives_its_json():
         per_rank=[],
         certified=verdict.Certified(events=0, last=None),
         coverage=verdict.Coverage(
+            ranks=0,
             compared=0,
             differ=0,
             unmatched_baseline=0,

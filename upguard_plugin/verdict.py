@@ -143,6 +143,7 @@ class Coverage(_Model):
     Behind a rank's first divergent step nothing is compared.
     """
 
+    ranks: int = Field(description="ranks that were compared")
     compared: int = Field(description="pairs of events that were compared, equal or not")
     differ: int = Field(description="pairs among them that differ: a divergence and what it led to")
     unmatched_baseline: int

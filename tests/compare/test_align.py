@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_pairs_are_in_order_and_of_one_identity(baseline, target, hinted):
     found = pairs(baseline, target, [hinted] * len(baseline), [hinted] * len(target))
 
     assert all(baseline[b] == target[t] for b, t in found)
-    assert all(b1 < b2 and t1 < t2 for (b1, t1), (b2, t2) in zip(found, found[1:], strict=False))
+    assert all(b1 < b2 and t1 < t2 for (b1, t1), (b2, t2) in pairwise(found))
     # Swapping the sides swaps the pairs.
     swapped = pairs(target, baseline, [hinted] * len(target), [hinted] * len(baseline))
     assert [(b, t) for t, b in swapped] == found

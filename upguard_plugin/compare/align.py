@@ -123,7 +123,8 @@ def _in_every_longest_chain(places: Ints) -> Ints:
     longest = int(ending.max())
     in_some = np.flatnonzero(ending + starting == longest + 1)
     rivals = np.bincount(ending[in_some], minlength=longest + 1)
-    return in_some[rivals[ending[in_some]] == 1]
+    certain: Ints = in_some[rivals[ending[in_some]] == 1]
+    return certain
 
 
 def _chain_lengths(places: list[int]) -> Ints:

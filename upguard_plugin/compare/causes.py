@@ -47,7 +47,7 @@ _RANDOM = re.compile(
 _NEVER_RANDOM = re.compile(r"linear|norm|embedding$|conv|gelu|silu|softmax|sigmoid|tanh", re.I)
 
 _KIND_OF_PHASE: dict[str, Kind] = {
-    "start": "init",
+    "start": "data",  # of an operator: it runs before the batch is there
     "data": "data",
     "forward": "forward",
     "loss": "forward",
@@ -104,6 +104,8 @@ def _state_at_start(scene: Scene) -> tuple[Kind, str] | None:
             else "at the start of the step: the step before drew other random numbers, "
             "or something was drawn in between"
         )
+    if key.role in ("input", "output"):
+        return None  # of an operator that ran since the last step
     if key.role in ("optimizer_state", "master", "scalar", "grad", "main_grad"):
         return "optimizer", lacking or (
             "at the start, before anything was computed" if first else _since_step_end(scene)

@@ -122,6 +122,7 @@ def _rng_states(side: Side) -> dict[str, int]:
     at_start = (side.columns.role[side.key] == ROLE_NUMBER["rng"]) & (
         side.columns.phase[side.key] == PHASE_NUMBER["start"]
     )
+    at_start &= ~side.columns.is_operator[side.key]
     rows = np.flatnonzero(at_start).tolist()
     return {side.batch.key_of(row).boundary: int(side.batch.h[row]) for row in rows}
 

@@ -17,18 +17,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective
+from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective, is_operator
 from upguard_plugin.compare.pairing import Pairing, Side
 from upguard_plugin.records import EventKey
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-START_ORDER = ("param", "buffer", "grad", "main_grad", "master", "optimizer_state", "scalar", "rng")
+# Inputs and outputs are those of operators that ran since the last step: the state comes behind.
+START_ORDER = ("input", "param", "buffer", "grad", "main_grad", "master", "optimizer_state", "scalar", "rng")
 _PAST_START = 1 << 48  # places behind the state found at start; more than a step has events
 _START_RANK = np.array(
     [
-        START_ORDER.index(role) if role in START_ORDER else len(START_ORDER)
+        START_ORDER.index(role) if role in START_ORDER else 0
         for role in sorted(ROLE_NUMBER, key=ROLE_NUMBER.__getitem__)
     ],
     dtype=np.int64,
@@ -109,7 +110,7 @@ def pair_places(pairing: Pairing) -> Ints:
     """Where each pair stands: state at start by role, everything else in program order."""
     columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
     at_start = columns.phase[key] == PHASE_NUMBER["start"]
-    start_rank = _START_RANK[columns.role[key]] << 40
+    start_rank = np.where(columns.is_operator[key], 0, _START_RANK[columns.role[key]]) << 40
     return np.where(at_start, start_rank, _PAST_START) + 2 * pairing.baseline_rows
 
 
@@ -121,8 +122,10 @@ def _place_of_alone(pairing: Pairing, row: int, in_target: bool) -> int:
         row = len(pairing.baseline.batch)
         if len(later):
             row = int(pairing.baseline_rows[later[pairing.target_rows[later].argmin()]])
-    rank = int(_START_RANK[ROLE_NUMBER[key.role]]) << 40 if key.phase == "start" else _PAST_START
-    return rank + 2 * row - int(in_target)
+    part = _PAST_START
+    if key.phase == "start":
+        part = 0 if is_operator(key) else int(_START_RANK[ROLE_NUMBER[key.role]]) << 40
+    return part + 2 * row - int(in_target)
 
 
 def _of_pairs(pairing: Pairing, pairs: Ints, places: Ints, what: str) -> list[Finding]:

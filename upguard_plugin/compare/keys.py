@@ -84,6 +84,11 @@ def is_operator(key: EventKey) -> bool:
     return key.operator is not None and "." in key.operator
 
 
+def called(key: EventKey) -> str | None:
+    """The operator, or None for a module: its class may be another one."""
+    return key.operator if is_operator(key) else None
+
+
 def is_collective(key: EventKey) -> bool:
     return key.op is not None or key.group is not None
 
@@ -97,5 +102,4 @@ def _place(key: EventKey) -> tuple[Hashable, ...]:
 
 
 def _identity(key: EventKey) -> Hashable:
-    operator = key.operator if is_operator(key) else None
-    return (*_place(key), operator, key.op, None if key.group is None else key.group.ranks)
+    return (*_place(key), called(key), key.op, None if key.group is None else key.group.ranks)

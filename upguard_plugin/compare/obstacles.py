@@ -176,6 +176,11 @@ def scan_notes(scans: Sequence[RankScan]) -> list[str]:
                 f"scalar {name} differs from step {step} on (rank {scan.rank}) and nothing behind "
                 "it does: it was recorded, and not used by the training"
             )
+        for name, step in scan.idle_generators.items():
+            notes.append(
+                f"the state of {name} differs from step {step} on (rank {scan.rank}), but nothing "
+                "draws from it in either run: it moves no value"
+            )
         if scan.structure is not None and scan.step is not None:
             step, finding = scan.structure
             pairing = scan.steps.pairing(step)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.compare.align import Stretch, align
-from upguard_plugin.compare.keys import KeyColumns, KeySpace
+from upguard_plugin.compare.keys import KeyColumns, KeySpace, called
 from upguard_plugin.records import EventKey
 from upguard_plugin.trace.batch import EventBatch
 
@@ -71,15 +71,14 @@ class Pairing:
         return self.baseline.batch.key_of(int(self.baseline_rows[pair]))
 
     def of_call(self, baseline_row: int, role: str, *, phase: str | None = None) -> Ints:
-        """Pairs of that role in the same call of the same boundary, micro-batch and phase."""
+        """Pairs of that role in the same call of the same module or operator, and its phase."""
         batch, columns = self.baseline.batch, self.baseline.columns
         key = batch.key_of(baseline_row)
+        name = (key.boundary, phase or key.phase, role, called(key))
         wanted = [
             number
             for number, other in enumerate(columns.keys)
-            if other.boundary == key.boundary
-            and other.role == role
-            and other.phase == (phase or key.phase)
+            if (other.boundary, other.phase, other.role, called(other)) == name
         ]
         rows = self.baseline_rows
         return np.flatnonzero(

@@ -131,6 +131,7 @@ def _coverage(baseline: Run, target: Run, scans: Sequence[RankScan]) -> Coverage
     unchosen = set(baseline.ranks) - {scan.rank for scan in scans}
     skipped = sum(entry.num_events for rank in unchosen for entry in baseline.steps(rank))
     return Coverage(
+        ranks=len(scans),
         compared=sum(scan.compared for scan in scans),
         differ=sum(scan.differ for scan in scans),
         unmatched_baseline=sum(scan.unmatched_baseline for scan in scans),

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.compare.findings import Finding, find, pair_places
+from upguard_plugin.compare.generators import IdleGenerators
 from upguard_plugin.compare.keys import ROLE_NUMBER, KeySpace
 from upguard_plugin.compare.pairing import Pairing, Side, pair_step
 from upguard_plugin.compare.run import Run
@@ -67,6 +68,7 @@ class RankScan:
     chosen: Bools | None = None  # in that step: the pairs that were asked for
     structure: tuple[int, Finding] | None = None  # first step and place where boundaries differ
     unused_scalars: dict[str, int] = field(default_factory=dict)  # name -> first step
+    idle_generators: dict[str, int] = field(default_factory=dict)  # name -> first step
     certified: int = 0  # events before the divergence, all equal
     last_equal: tuple[int, int] | None = None  # step and baseline row of the last one
     compared: int = 0
@@ -86,6 +88,8 @@ def scan_rank(
     scan = RankScan(rank, steps)
     levels = (baseline.manifest.level, target.manifest.level)
     benign: frozenset[int] = frozenset()
+    generators = IdleGenerators()
+    scan.idle_generators = generators.differing
     for step in steps.common:
         entries = (steps.baseline[step], steps.target[step])
         if not selection.has_step(step):
@@ -97,6 +101,7 @@ def scan_rank(
         whole = steps.pairing(step, verify)
         assert whole is not None
         pairing, chosen = _restricted(scan, whole, selection, levels)
+        chosen = chosen & ~generators.look(step, whole)
         found = find(pairing, chosen, benign)
         benign = found.benign
         for name in found.unused_scalars:

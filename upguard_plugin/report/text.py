@@ -96,15 +96,24 @@ def _side(side: TensorSide | None) -> str:
 
 
 def _ranks(found: Divergence, verdict: Verdict) -> str:
-    here = ", ".join(map(str, found.ranks))
+    if verdict.baseline.layout.get("world_size") == 1:
+        return "0, the only one"
     later = sorted({rank for d in verdict.per_rank for rank in d.ranks} - set(found.ranks))
-    size = verdict.baseline.layout.get("world_size", len(found.ranks))
-    if size == 1:
-        return here
-    text = f"{here} {'differs' if len(found.ranks) == 1 else 'differ'}"
+    text = _differ(found.ranks)
     if later:
-        text += f"; {', '.join(map(str, later))} {'differs' if len(later) == 1 else 'differ'} later"
+        text += f"; {_differ(later)} later"
+    others = verdict.coverage.ranks - len(found.ranks) - len(later)
+    if others > 0:
+        text += f"; {others} {'other is' if others == 1 else 'others are'} equal"
     return text
+
+
+def _differ(ranks: Sequence[int]) -> str:
+    return f"{', '.join(map(str, ranks))} {'differs' if len(ranks) == 1 else 'differ'}"
+
+
+def _rank_names(found: Divergence) -> str:
+    return f"{'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks))}"
 
 
 def _distance(found: Divergence) -> str:
@@ -133,7 +142,7 @@ def _ending_rows(verdict: Verdict, verbose: bool) -> list[tuple[str, str]]:
     rows = []
     others = verdict.concurrent if verbose else verdict.concurrent[:MAX_CONCURRENT]
     for place, other in enumerate(others):
-        rows.append(("also" if place == 0 else "", f"{_place(other)} on ranks {other.ranks}"))
+        rows.append(("also" if place == 0 else "", f"{_place(other)}, {_rank_names(other)}"))
     if len(others) < len(verdict.concurrent):
         rows.append(("", f"and {len(verdict.concurrent) - len(others)} more (--verbose)"))
     if verdict.certified.last is not None:
@@ -170,7 +179,7 @@ def _coverage(coverage: Coverage) -> str:
         (coverage.never_fired, "probes never fired"),
     ):
         if number:
-            parts.append(f"{number} {what}")
+            parts.append(f"{number} {what if number > 1 else what.replace('probes', 'probe')}")
     return ", ".join(parts)
 
 
