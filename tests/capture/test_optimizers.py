@@ -368,6 +368,8 @@ def test_lbfgs_with_its_closure_is_recorded():
     first = run()
     assert first_difference(first, run()) is None
     assert first.where(role="optimizer_state", slot="old_dirs.0")
+    phases = [e.phase for e in first.where(step=1)]
+    assert "start" not in phases[phases.count("start") :]
 
 
 class Wrapper:
@@ -441,3 +443,21 @@ def test_an_optimizer_of_other_parameters_is_none_of_ours():
 
     assert not run
     assert not run.writer.notes
+
+
+def test_an_optimizer_without_groups_is_said_to_be_unseen():
+    class Opaque:
+        def step(self):
+            """Writes nothing."""
+
+    model = make_model()
+    optimizer = Opaque()
+    with recording(model, optimizer) as (guard, run):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        guard.step()
+
+    assert run.writer.notes == ["Opaque has no param_groups: its state was not recorded"]
+    assert [e.boundary for e in run.where(phase="optimizer", role="param")] == [
+        "0.weight", "0.bias", "2.weight", "2.bias",
+    ]  # fmt: skip
