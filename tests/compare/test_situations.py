@@ -155,7 +155,9 @@ def test_a_logged_scalar_alone_is_no_divergence():
     verdict = compared(logged.format("one"), logged.format("two"))
 
     assert answer(verdict) == "identical"
-    assert verdict.notes[-1].startswith("scalar logged_loss differs from step 0 on")
+    assert verdict.notes[-1] == (
+        "not used: logged_loss differs from step 0 on (rank 0), and nothing behind it does"
+    )
 
 
 def test_a_scalar_with_differences_behind_it_is_one():
@@ -201,6 +203,44 @@ def test_draws_in_an_operation_without_a_name_are_rng():
         answer(compare_runs(run(text, NEXT), run(linear, other_state, name="target")))
         == "0 0 forward fc1 output forward"
     )
+
+
+def test_generators_that_nobody_draws_from_may_differ():
+    """Python's generator was not seeded, and nothing uses it."""
+    text = "start - rng rng.python/state {0}\n" + MLP + "optimizer - rng rng.python/state {1}\n"
+    quiet, other = text.format("p", "p"), text.format("q", "q")
+
+    unused = compare_runs(run(quiet, quiet), run(other, other, name="target"))
+    used = compare_runs(run(quiet, text.format("p", "p2")), run(other, text.format("q", "q2")))
+    between = compare_runs(run(quiet, text.format("p2", "p2")), run(other, text.format("q2", "q2")))
+    later = compare_runs(run(quiet, quiet), run(quiet, other, name="target"))
+
+    assert answer(unused) == "identical"
+    assert unused.notes[-1] == (
+        "not used: rng.python differs from step 0 on (rank 0), and nobody draws from it"
+    )
+    assert {answer(verdict) for verdict in (used, between, later)} == {
+        "1 - start rng.python rng rng"
+    }
+
+
+def test_what_a_call_drew_from_decides_for_rng():
+    """Modules that draw are recorded with the random state that they found."""
+    drew = "forward   0  rng drop/torch_cpu {}\n{}"
+    output = "forward   0  output  drop/out"
+    text = MLP.replace(output, drew.format("r0", output))
+    wrong = behind(text, "forward 0 output drop/out")
+    linear = behind(text, "forward 0 output fc1/out")
+    only_target = behind(text, "forward 0 output drop/out")
+    baseline = "\n".join(line for line in text.splitlines() if " rng drop" not in line)
+    baseline += "\nforward 0 rng head/torch_cpu r0\n"
+
+    assert answer(compared(text, behind(text, "forward 0 rng drop/torch_cpu"))) == (
+        "0 0 forward drop rng rng"
+    )
+    assert answer(compared(text, wrong)) == "0 0 forward drop output forward"
+    assert answer(compared(text, linear)) == "0 0 forward fc1 output forward"
+    assert answer(compared(baseline, only_target)) == "0 0 forward drop output rng"
 
 
 def test_dropout_with_equal_draws_is_not_rng():

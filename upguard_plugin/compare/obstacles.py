@@ -169,13 +169,16 @@ def differences_of_runs(baseline: Run, target: Run) -> list[str]:
 
 def scan_notes(scans: Sequence[RankScan]) -> list[str]:
     """What the scans saw beside a divergence."""
-    notes = []
+    unused: dict[tuple[str, int], list[int]] = {}
     for scan in scans:
-        for name, step in scan.unused_scalars.items():
-            notes.append(
-                f"scalar {name} differs from step {step} on (rank {scan.rank}) and nothing behind "
-                "it does: it was recorded, and not used by the training"
-            )
+        for found in scan.unused.items():
+            unused.setdefault(found, []).append(scan.rank)
+    notes = [
+        f"not used: {name} differs from step {step} on (rank {_listed(ranks)}), and "
+        + ("nobody draws from it" if name.startswith("rng.") else "nothing behind it does")
+        for (name, step), ranks in unused.items()
+    ]
+    for scan in scans:
         if scan.structure is not None and scan.step is not None:
             step, finding = scan.structure
             pairing = scan.steps.pairing(step)

@@ -20,6 +20,7 @@ from upguard_plugin.compare.keys import ROLE_NUMBER, KeySpace
 from upguard_plugin.compare.pairing import Pairing, Side, pair_step
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
+from upguard_plugin.compare.unused import Memory
 from upguard_plugin.records import LEVELS
 
 Ints = npt.NDArray[np.int64]
@@ -66,7 +67,7 @@ class RankScan:
     findings: tuple[Finding, ...] = ()  # in that step: the first, and what stands beside it
     chosen: Bools | None = None  # in that step: the pairs that were asked for
     structure: tuple[int, Finding] | None = None  # first step and place where boundaries differ
-    unused_scalars: dict[str, int] = field(default_factory=dict)  # name -> first step
+    unused: dict[str, int] = field(default_factory=dict)  # what differs in vain -> first step
     certified: int = 0  # events before the divergence, all equal
     last_equal: tuple[int, int] | None = None  # step and baseline row of the last one
     compared: int = 0
@@ -85,7 +86,7 @@ def scan_rank(
     steps = RankSteps(baseline, target, rank)
     scan = RankScan(rank, steps)
     levels = (baseline.manifest.level, target.manifest.level)
-    benign: frozenset[int] = frozenset()
+    memory = Memory()
     for step in steps.common:
         entries = (steps.baseline[step], steps.target[step])
         if not selection.has_step(step):
@@ -93,14 +94,14 @@ def scan_rank(
             continue
         if not verify and entries[0].digest == entries[1].digest:
             _count_equal_step(scan, step, entries[0].num_events)
+            memory = replace(memory, is_first=False, generators={})
             continue
         whole = steps.pairing(step, verify)
         assert whole is not None
         pairing, chosen = _restricted(scan, whole, selection, levels)
-        found = find(pairing, chosen, benign)
-        benign = found.benign
-        for name in found.unused_scalars:
-            scan.unused_scalars.setdefault(name, step)
+        found = find(pairing, chosen, memory)
+        for name in found.unused:
+            scan.unused.setdefault(name, step)
         if found.structure is not None and scan.structure is None:
             scan.structure = (step, found.structure)
         _count_pairs(scan, step, pairing, chosen, found.divergent)
