@@ -19,7 +19,13 @@ from typing import IO, Any, TypeVar
 import click
 
 from upguard_plugin import __version__
-from upguard_plugin.errors import EXIT_IDENTICAL, EXIT_UNREADABLE, UpGuardError, UsageError
+from upguard_plugin.errors import (
+    EXIT_DIVERGENT,
+    EXIT_IDENTICAL,
+    EXIT_UNREADABLE,
+    UpGuardError,
+    UsageError,
+)
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -176,6 +182,41 @@ def run(
     from upguard_plugin.launch.run import Options, run_recorded  # slow to load: pyarrow
 
     return run_recorded(command, Options(config, level, output, cpu, repeat))
+
+
+@upguard.command()
+@click.option(
+    "--fault",
+    default="flipped-bit",
+    metavar="NAME",
+    show_default=True,
+    help="What is wrong in the target; `all` tries every fault, one after the other.",
+)
+@click.option("--list", "only_list", is_flag=True, help="Print the faults and what they do.")
+@click.option("--output", type=click.Path(file_okay=False), help="Keep the runs in this folder.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text")
+def demo(fault: str, only_list: bool, output: str | None, form: str) -> int:
+    """Train a small Megatron GPT twice on two processes, once with a fault, and find the fault.
+
+    Exit code 0 if each verdict is the expected one, else 1.
+    """
+    from upguard_plugin.launch.demo.faults import fault_lines, faults_named
+
+    if only_list:
+        write_report(fault_lines(), None, False)
+        return EXIT_IDENTICAL
+    names = faults_named(fault)
+    from upguard_plugin.launch.demo.show import (  # slow to load: numpy, pyarrow, pydantic
+        finding_text,
+        findings_json,
+        run_demo,
+    )
+
+    where = None if output is None else Path(output)
+    findings = run_demo(names, where, say=lambda line: click.echo(line, err=True))
+    lines = [findings_json(findings)] if form == "json" else map(finding_text, findings)
+    write_report(lines, None, False)
+    return EXIT_IDENTICAL if all(finding.is_right for finding in findings) else EXIT_DIVERGENT
 
 
 def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:

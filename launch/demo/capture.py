@@ -37,10 +37,9 @@ def _observe_final_gradients(guard: upguard_plugin.Guard, trainer: Trainer) -> N
 
     def finalize_and_observe(*args: Any, **kwargs: Any) -> None:
         finalize(*args, **kwargs)
-        for name, parameter in trainer.gpt.named_parameters():
-            guard.observe(
-                name, parameter.main_grad, role="main_grad", slot="main_grad", phase="grad_sync"
-            )
+        with guard.position.outside_microbatches("grad_sync"):
+            for name, parameter in trainer.gpt.named_parameters():
+                guard.observe(name, parameter.main_grad, role="main_grad", slot="main_grad")
 
     config.finalize_model_grads_func = finalize_and_observe
 

@@ -1,8 +1,8 @@
 """The demo's faults: what each does to one training, and what a comparison should say of it.
 
 A fault is planted in the target only, for one step, below the places that capture watches. Expected
-answers are those that level `module` can give: where it sees no operators or collectives, the
-answer is the tensor in which their effect first shows.
+answers are those that level `module` can give: where it does not see the culprit itself, the answer
+is the tensor in which its effect first shows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
+
+from upguard_plugin.errors import UsageError
 
 if TYPE_CHECKING:
     from upguard_plugin.launch.demo.training import Training
@@ -157,7 +160,8 @@ FAULTS = {
     "layernorm-grad": Fault(
         "the gradient of one layernorm is not summed over the tensor-parallel ranks",
         _layernorm_grad,
-        Expected(FAULT_STEP, f"{_FIRST_NORM}.weight", "collective"),
+        # The call that sums the norms' gradients is short of one of them.
+        Expected(FAULT_STEP, "all_reduce[TENSOR_MODEL_PARALLEL_GROUP]", "collective"),
         layout="tp2-sp",
     ),
     "token": Fault(
@@ -189,7 +193,27 @@ FAULTS = {
     "missing-all-reduce": Fault(
         "the data-parallel ranks do not sum their gradients",
         _missing_all_reduce,
-        Expected(FAULT_STEP, "embedding.word_embeddings.weight", "collective"),
+        Expected(FAULT_STEP, "all_reduce[DATA_PARALLEL_GROUP_WITH_CP]", "collective"),
         layout="dp2",
     ),
 }
+
+
+def fault_lines() -> list[str]:
+    """One line of text per fault."""
+    width = max(map(len, FAULTS))
+    return [f"{name:<{width}}  {fault.story}" for name, fault in FAULTS.items()]
+
+
+def faults_named(name: str) -> list[str]:
+    """The fault of that name, or every fault for "all". Raises UsageError for another name."""
+    if name == "all":
+        return list(FAULTS)
+    if name in FAULTS:
+        return [name]
+    nearest = get_close_matches(name, FAULTS, n=1)
+    raise UsageError(
+        f"there is no fault {name!r}",
+        evidence={"faults": ", ".join([*FAULTS, "all"])},
+        remedy=f"--fault {nearest[0]}" if nearest else "upguard demo --list",
+    )

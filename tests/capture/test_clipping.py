@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memory_run import first_difference, recording
+from state_run import first_difference, recording
 from torch import nn
 from torch.nn.utils import clip_grad_norm_  # imported by name before any recording
 

@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import numpy as np
 import torch
-from memory_run import first_difference, recording
+from state_run import first_difference, recording
 from torch import nn
 
 from upguard_plugin.capture.data import argument_names

@@ -3,7 +3,7 @@ from __future__ import annotations
 import warnings
 
 import torch
-from memory_run import first_difference, recording
+from state_run import first_difference, recording
 from torch import nn
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import pytest
 import torch
 from recorded import Recorded, guarded, record_steps
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from upguard_plugin.fingerprint.reference import fingerprint_array
@@ -478,3 +481,52 @@ def test_only_selected_modules_are_recorded(tmp_path):
     assert {e.boundary for e in run.events} == {
         "blocks.0", "blocks.0.fc1", "blocks.1", "blocks.1.fc1",
     }  # fmt: skip
+
+
+def test_a_copy_of_a_recorded_model_is_not_recorded(tmp_path):
+    model = Block()
+    pickled = io.BytesIO()
+
+    def step(guard):
+        average = copy.deepcopy(model)
+        average(torch.ones(1, 4))
+        torch.save(model, pickled)
+        pickled.seek(0)
+        torch.load(pickled, weights_only=False)(torch.ones(1, 4))
+        model(torch.zeros(1, 4))
+
+    run = recorded_modules(tmp_path / "run", model, step)
+    assert [e.call for e in run.find(boundary="(root)", role="input")] == [0]
+
+
+def test_a_model_compiled_after_the_guard_is_attached_still_compiles_whole(tmp_path):
+    model = Block()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    run = recorded_modules(tmp_path / "run", model, train(compiled, torch.ones(1, 4)), steps=2)
+    assert run.end.complete
+
+
+def test_calls_with_fake_tensors_are_skipped_and_said(tmp_path):
+    model = nn.Linear(2, 2)
+
+    def step(guard):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model(torch.ones(1, 2))
+
+    run = recorded_modules(tmp_path / "run", model, step)
+    assert run.end.complete
+    assert run.end.notes == ("module calls with fake tensors were not recorded",)
+
+
+def test_one_tensor_without_bytes_does_not_end_the_recording(tmp_path):
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    run = recorded_modules(
+        tmp_path / "run", model, lambda guard: model(torch.ones(2, device="meta"))
+    )
+    assert run.end.complete
+    assert run.events == []
+    assert {note.split(" was ")[0] for note in run.end.notes} >= {
+        "a tensor of (root)",
+        "a tensor of 0",
+        "a tensor of 1",
+    }

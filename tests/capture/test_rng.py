@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import torch
-from memory_run import first_difference, recording
+from state_run import first_difference, recording
 from torch import nn
 
 from upguard_plugin.capture.rng import generator_state, numpy_state, python_state, read_generators

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
 import torch
-from memory_run import first_difference, recording
+from state_run import first_difference, recording
 from torch import nn
+
+from upguard_plugin.capture.gradients import GradientProbe
 
 
 def make_model(seed=0):
@@ -244,14 +247,12 @@ def test_detach_leaves_no_hook_and_no_replaced_function():
 
 
 def test_a_dropped_parameter_is_not_kept_alive():
-    import weakref
-
-    model = make_model()
-    with recording(model, ()) as (guard, _):
-        ref = weakref.ref(model[3].weight)
-        model[3].weight = nn.Parameter(torch.ones(2, 8))
-        model(torch.ones(6, 4)).sum().backward()
-        guard.step()
+    with recording(make_model(), ()) as (guard, _):
+        probe = GradientProbe(guard)
+        parameter = nn.Parameter(torch.ones(2))
+        probe.watch([("dropped", parameter)])
+        ref = weakref.ref(parameter)
+        del parameter
         gc.collect()
 
         assert ref() is None

@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fingerprint.tensors import DTYPES, random_tensor, reference
 from upguard_plugin.fingerprint import fingerprint, fingerprint_array, fingerprint_many
 from upguard_plugin.fingerprint.parts import dtype_name
 from upguard_plugin.fingerprint.queue import FingerprintQueue
-
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-    torch.complex64, torch.complex128, torch.bool,
-    torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-]  # fmt: skip
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def random_tensor(dtype, shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    numel = prod(shape)
-    raw = torch.randint(0, 256, (max(1, numel) * dtype.itemsize,), generator=generator)
-    raw = raw.to(torch.uint8) & (1 if dtype == torch.bool else 255)
-    return raw.view(dtype)[:numel].reshape(shape)
-
-
-def as_array(tensor):
-    """The same elements in numpy, with the same strides."""
-    if dtype_name(tensor.dtype).startswith("complex"):
-        return tensor.numpy()
-    bits = tensor.view(BITS[tensor.itemsize]).numpy()
-    return bits.view(f"u{tensor.itemsize}")
-
-
-def reference(tensor, placement=None):
-    return fingerprint_array(as_array(tensor), placement=placement, dtype=dtype_name(tensor.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)

@@ -1,4 +1,4 @@
-"""The demo's trainings themselves, without capture: each is what its name says, and repeats."""
+"""The demo's trainings themselves: each is what its name says, repeats, and is not disturbed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ pytest.importorskip("megatron.core")
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Of both ranks, by fault and layout; the plain training of each layout is "first" too."""
-    twins = [Job("none", layout) for layout in LAYOUTS]
-    faulty = [Job(name, fault.layout) for name, fault in FAULTS.items() if name != "none"]
-    jobs = [*twins, *twins, *faulty]
-    results = train(jobs, tmp_path_factory.mktemp("ranks"))
-    first = {("first", layout): ranks for layout, ranks in zip(LAYOUTS, results, strict=False)}
-    return first | {(j.fault, j.layout): ranks for j, ranks in zip(jobs, results, strict=True)}
+    """Of both ranks, by name and layout: twins, one with capture, and every fault."""
+    runs = tmp_path_factory.mktemp("runs")
+    jobs = {("none", layout): Job("none", layout) for layout in LAYOUTS}
+    jobs |= {("twin", layout): Job("none", layout) for layout in LAYOUTS}
+    jobs |= {("recorded", layout): Job("none", layout, str(runs / layout)) for layout in LAYOUTS}
+    for name, fault in FAULTS.items():
+        jobs.setdefault((name, fault.layout), Job(name, fault.layout))
+    results = train(list(jobs.values()), tmp_path_factory.mktemp("ranks"))
+    return dict(zip(jobs, results, strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_trainings_end_with_the_same_bits(outcomes, layout):
-    first, second = outcomes["first", layout], outcomes["none", layout]
+@pytest.mark.parametrize("other", ["twin", "recorded"])
+def test_a_repeat_or_a_recorded_training_ends_with_the_same_bits(outcomes, layout, other):
+    first, second = outcomes["none", layout], outcomes[other, layout]
 
     assert [rank.weights for rank in first] == [rank.weights for rank in second]
     assert [rank.losses for rank in first] == [rank.losses for rank in second]

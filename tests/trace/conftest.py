@@ -3,14 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sample_events import make_batch, make_keys
 
-from upguard_plugin.records import Axis, Layout
+from tests.trace.sample_events import LAYOUT, make_batch, make_keys
 from upguard_plugin.trace.manifest import Manifest, write_manifest
 from upguard_plugin.trace.run_directory import claim_run_directory, run_id_of
 from upguard_plugin.trace.writer import RankWriter
-
-LAYOUT = Layout((Axis("tp", 2, 1, (0, 1)), Axis("ep", 1, 0, (1,), "expert")), zero_stage=1)
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from upguard_plugin.records import EventKey, Group, Piece, Placement, Source
+from upguard_plugin.records import Axis, EventKey, Group, Layout, Piece, Placement, Source
 from upguard_plugin.trace.batch import EventBatch
 
+LAYOUT = Layout((Axis("tp", 2, 1, (0, 1)), Axis("ep", 1, 0, (1,), "expert")), zero_stage=1)
 TP_GROUP = Group("tp", (0, 1))
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sample_events import make_batch, make_keys
 
+from tests.trace.sample_events import make_batch, make_keys
 from upguard_plugin.records import Group, Source
 from upguard_plugin.trace.digest import hash_keys, step_digest
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_events import make_batch, make_keys, same
 
+from tests.trace.sample_events import make_batch, make_keys, same
 from upguard_plugin.errors import UpGuardError
 from upguard_plugin.trace.files import to_json
 from upguard_plugin.trace.index import HEADER, RECORD

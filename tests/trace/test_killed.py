@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sample_events import make_batch, make_keys, same
 
+from tests.trace.sample_events import make_batch, make_keys, same
 from upguard_plugin.errors import RunDirectoryError
 from upguard_plugin.trace import writer
 from upguard_plugin.trace.manifest import Manifest, write_manifest

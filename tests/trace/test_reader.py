@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sample_events import make_batch, make_keys
 
+from tests.trace.sample_events import make_batch, make_keys
 from upguard_plugin.errors import TraceError
 from upguard_plugin.trace.files import to_json
 from upguard_plugin.trace.index import HEADER, RECORD

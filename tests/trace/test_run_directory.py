@@ -7,14 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sample_events import make_batch, make_keys
 
+from tests.trace.sample_events import make_batch, make_keys
 from upguard_plugin.errors import RunDirectoryError
 from upguard_plugin.trace.manifest import Manifest, write_manifest
 from upguard_plugin.trace.reader import open_trace
 from upguard_plugin.trace.run_directory import (
     claim_run_directory,
-    launcher_run_token,
     rank_directories,
     run_id_of,
 )
@@ -195,22 +194,6 @@ def test_an_output_without_permission_is_a_sentence(tmp_path):
             os._exit(0 if "Permission denied" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-@pytest.mark.parametrize(
-    ("environ", "token"),
-    [
-        ({}, None),
-        ({"TORCHELASTIC_RUN_ID": "none"}, None),
-        ({"TORCHELASTIC_RUN_ID": "8f3"}, "torchelastic-8f3"),
-        ({"SLURM_JOB_ID": "12"}, None),  # two srun steps may run in one job
-        ({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}, "slurm-12.0"),
-        ({"PMIX_NAMESPACE": "prte@1"}, "pmix-prte@1"),
-        ({"UPGUARD_RUN_ID": "mine", "TORCHELASTIC_RUN_ID": "8f3"}, "mine"),
-    ],
-)
-def test_the_token_is_the_launchers_id(environ, token):
-    assert launcher_run_token(environ) == token
 
 
 def test_a_half_written_claim_is_waited_for(tmp_path):

@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import LAYOUT
-from sample_events import all_optional, make_batch, make_keys, same
 
+from tests.trace.sample_events import LAYOUT, all_optional, make_batch, make_keys, same
 from upguard_plugin.errors import RunDirectoryError
 from upguard_plugin.trace import segments, writer
 from upguard_plugin.trace.digest import step_digest

@@ -82,7 +82,7 @@ class ClippingProbe:
 
     def attach(self) -> None:
         """Replace the functions. `detach` puts them back."""
-        replace = [
+        replace: list[tuple[Any, str, Any, Any]] = [
             (clip_grad, "_get_total_norm", self._before_norm, self._after_norm),
             (clip_grad, "_clip_grads_with_norm_", None, self._after_clip),
             (GradScaler, "scale", self._before_scale, None),

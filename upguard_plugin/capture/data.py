@@ -10,7 +10,6 @@ A tensor that requires a gradient is not a batch: it was computed by the trainin
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from upguard_plugin.capture.names import WRAPPERS, is_wrapper
-from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.shield import Hook, out_of_sight, shielded
 from upguard_plugin.capture.snapshot import readable
 from upguard_plugin.capture.tensors import tensors_in
 
@@ -41,7 +40,7 @@ class DataProbe:
         """Hook into the models' forward. `detach` undoes it."""
         for prefix, model in self._guard.models:
             names = argument_names(model)
-            on_forward = partial(self._on_forward, prefix, names)
+            on_forward = Hook(self._on_forward, prefix, names)
             self._handles.append(
                 model.register_forward_pre_hook(on_forward, prepend=True, with_kwargs=True)
             )
@@ -68,6 +67,8 @@ class DataProbe:
         position = self._guard.position
         given = self._given == (position.step, position.microbatch)
         if given or not self.from_inputs or not self.recorder.active:
+            return
+        if out_of_sight(self.recorder):
             return
         self._guard.begin_step_if_needed()
         named = {

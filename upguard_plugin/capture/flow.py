@@ -118,6 +118,7 @@ class Flow:
             seen.version = version
             seen.crossings = []
             hook = partial(self._on_gradient, seen.crossings, tensor.is_leaf)
+            hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saved without it
             seen.handle = tensor.register_hook(hook)
         seen.crossings.append(crossing)
 

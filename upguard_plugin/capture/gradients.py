@@ -58,9 +58,9 @@ class GradientProbe:
             parameter = ref()
             # torch leaves an empty dict behind, which shows on the parameter.
             if parameter is not None and not parameter._backward_hooks:
-                parameter._backward_hooks = None
+                parameter._backward_hooks = None  # type: ignore[assignment]
             if parameter is not None and not parameter._post_accumulate_grad_hooks:
-                parameter._post_accumulate_grad_hooks = None
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._hooks.clear()
 
     def record_start(self, now: Snapshot, parameters: Sequence[NamedParameter]) -> None:

@@ -13,18 +13,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._C._functorch import peek_interpreter_stack
 
 from upguard_plugin.capture.boundaries import Boundary, find_boundaries
 from upguard_plugin.capture.flow import Flow
 from upguard_plugin.capture.recompute import RecomputeCalls, Region
 from upguard_plugin.capture.rng import look
-from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.shield import Hook, out_of_sight, shielded
 from upguard_plugin.capture.tensors import Leaves, arguments_in, tensors_in
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ class ModuleProbe:
         self._stack.clear()
 
     def _hook(self, module: nn.Module, boundary: Boundary) -> None:
-        before, after = partial(self._before, boundary), partial(self._after, boundary)
+        before, after = Hook(self._before, boundary), Hook(self._after, boundary)
         compiled = module._compiled_call_impl
         if compiled is not None:
             # Compiled in place: hooks of its own would be compiled with it, so we stand outside.
@@ -91,7 +89,7 @@ class ModuleProbe:
     @shielded
     def _before(self, boundary: Boundary, module: nn.Module, args: tuple, kwargs: dict) -> None:
         # No return value: anything but None would replace the arguments.
-        if not self.recorder.active or self._out_of_sight():
+        if not self.recorder.active or out_of_sight(self.recorder):
             return
         call = self._begin(boundary, module)
         self._stack.append(call)
@@ -123,18 +121,6 @@ class ModuleProbe:
                 self._record(call, "output", tensors_in(output, "out"))
         if not self._stack:
             self._leave(call)
-
-    def _out_of_sight(self) -> bool:
-        """Whether this call runs where tensors are not what they seem."""
-        if torch.compiler.is_compiling():
-            return True
-        if peek_interpreter_stack() is not None:
-            self.recorder.note("module calls inside vmap, grad or jvp were not recorded")
-            return True
-        if torch._C._get_tracing_state() is not None:
-            self.recorder.note("module calls inside torch.jit.trace were not recorded")
-            return True
-        return False
 
     def _begin(self, boundary: Boundary, module: nn.Module) -> Call:
         grad = torch.is_grad_enabled()

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from upguard_plugin.capture.recorder import Recorder
 from upguard_plugin.errors import ConfigError, PlacementError
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Shielded(Protocol):
@@ -25,18 +30,55 @@ class Shielded(Protocol):
     recorder: Recorder
 
 
-def shielded(hook: Hook) -> Hook:
-    """Make a method safe to be called by the training program: it returns None when it fails."""
+def shielded(method: Method) -> Method:
+    """Make a method safe to be called by the training program: it returns None when it fails.
 
-    @wraps(hook)
+    It does nothing at all where torch.compile traces the call: the compiled code has no part of it.
+    """
+
+    @wraps(method)
     def call(self: Shielded, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
         try:
-            return hook(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         except Exception as error:
             absorb(self.recorder, error)
             return None
 
     return call  # type: ignore[return-value]
+
+
+def out_of_sight(recorder: Recorder) -> bool:
+    """Whether a module is called where tensors are not what they seem; that is noted."""
+    if peek_interpreter_stack() is not None:
+        recorder.note("module calls inside vmap, grad or jvp were not recorded")
+    elif torch._C._get_tracing_state() is not None:
+        recorder.note("module calls inside torch.jit.trace were not recorded")
+    elif torch._C._get_dispatch_mode(_FAKE) is not None:
+        recorder.note("module calls with fake tensors were not recorded")
+    else:
+        return False
+    return True
+
+
+class Hook(partial):
+    """A method bound to its first arguments, to be hung on a module.
+
+    A copy of it does nothing: a model that is copied (for a moving average) or pickled with its
+    hooks takes no part of the recording with it.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _do_nothing, ()
+
+
+def _do_nothing() -> Callable[..., None]:
+    return ignore
+
+
+def ignore(*args: Any, **kwargs: Any) -> None:
+    """What is left of a hook in the copy of a model."""
 
 
 def absorb(recorder: Recorder, error: Exception) -> None:

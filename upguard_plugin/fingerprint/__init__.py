@@ -10,9 +10,11 @@ _PUBLIC = {
     "Fingerprint": "upguard_plugin.records",
     "FingerprintQueue": "upguard_plugin.fingerprint.queue",
     "Hashes": "upguard_plugin.fingerprint.queue",
+    "estimate_distance": "upguard_plugin.fingerprint.sketch",
     "fingerprint": "upguard_plugin.fingerprint.tensors",
     "fingerprint_array": "upguard_plugin.fingerprint.reference",
     "fingerprint_many": "upguard_plugin.fingerprint.tensors",
+    "placement_of": "upguard_plugin.fingerprint.dtensors",
 }
 
 __all__ = [
@@ -20,14 +22,18 @@ __all__ = [
     "Fingerprint",
     "FingerprintQueue",
     "Hashes",
+    "estimate_distance",
     "fingerprint",
     "fingerprint_array",
     "fingerprint_many",
+    "placement_of",
 ]
 
 if TYPE_CHECKING:
+    from upguard_plugin.fingerprint.dtensors import placement_of
     from upguard_plugin.fingerprint.queue import FingerprintQueue, Hashes
     from upguard_plugin.fingerprint.reference import fingerprint_array
+    from upguard_plugin.fingerprint.sketch import estimate_distance
     from upguard_plugin.fingerprint.tensors import fingerprint, fingerprint_many
     from upguard_plugin.records import FINGERPRINT_VERSION, Fingerprint
 

@@ -43,12 +43,17 @@ def reading(dtype: torch.dtype) -> tuple[int, int]:
     """
     if dtype in _BY_TABLE:
         code, real = _BY_TABLE[dtype]
-        return code, int(_values(real).ctypes.data)
+        return code, int(values_of(real).ctypes.data)
     return _CODES.get(dtype, measure.NOT_MEASURED), 0
 
 
 @cache
-def _values(dtype: torch.dtype) -> np.ndarray:
+def values_of(dtype: torch.dtype) -> np.ndarray:
     """The value of every bit pattern, float32."""
     patterns = np.arange(1 << 8 * dtype.itemsize).astype(f"u{dtype.itemsize}")
     return torch.from_numpy(patterns.view(f"i{dtype.itemsize}")).view(dtype).float().numpy()
+
+
+def is_numeric(dtype: torch.dtype) -> bool:
+    """Whether elements of a dtype are numbers that can be measured."""
+    return dtype in _CODES or dtype in _BY_TABLE

@@ -112,23 +112,6 @@ def _holds_a_run(output: Path) -> RunDirectoryError:
     )
 
 
-def launcher_run_token(environ: Mapping[str, str]) -> str | None:
-    """The launcher's id for this launch, or None where it gives none.
-
-    UPGUARD_RUN_ID comes first: a user's own word where the launcher is silent.
-    """
-    if environ.get("UPGUARD_RUN_ID"):
-        return environ["UPGUARD_RUN_ID"]
-    elastic = environ.get("TORCHELASTIC_RUN_ID", "")
-    if elastic not in ("", "none"):  # torchrun says "none" unless it was given --rdzv-id
-        return f"torchelastic-{elastic}"
-    if environ.get("PMIX_NAMESPACE"):
-        return f"pmix-{environ['PMIX_NAMESPACE']}"
-    if environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID"):
-        return f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-    return None
-
-
 def _restart(environ: Mapping[str, str]) -> str:
     return ".".join(environ.get(name) or "0" for name in _RESTART_COUNTS)
 

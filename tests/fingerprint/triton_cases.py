@@ -1,0 +1,93 @@
+"""Run by test_triton.py with TRITON_INTERPRET=1: CPU tensors through the Triton kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fingerprint.tensors import DTYPES, random_tensor, reference
+from upguard_plugin.fingerprint.gpu import TritonSlots
+from upguard_plugin.fingerprint.parts import dense_parts, dtype_name
+from upguard_plugin.fingerprint.queue import FingerprintQueue
+from upguard_plugin.fingerprint.rows import plan_sweeps
+from upguard_plugin.placement import resolve_placement
+from upguard_plugin.records import Axis, Fingerprint, Layout
+
+
+def planned(part):
+    tensor = part.tensor
+    args = (tensor.shape, tensor.stride(), tensor.itemsize, part.placement)
+    return part, tensor, plan_sweeps(*args, any_run=True)
+
+
+def triton_hashes(tensors, placements=None, sketch_size=0):
+    slots = TritonSlots(torch.device("cpu"), sketch_size)
+    for k, tensor in enumerate(tensors):
+        parts = dense_parts(tensor, placements[k] if placements else None)
+        slots.put(k, [planned(part) for part in parts], sketch_size > 0, sketch_size)
+    pairs = np.zeros((len(tensors), 2), np.uint64)
+    measures = np.full((len(tensors), 2 + sketch_size), np.nan)
+    slots.take_into(pairs, measures)
+    return pairs, measures
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_every_dtype(dtype):
+    shapes = [(), (0,), (1,), (7,), (3, 5), (5, 6, 7), (3, 4099)]
+    tensors = [random_tensor(dtype, shape, seed) for seed, shape in enumerate(shapes)]
+    tensors += [tensors[4].t(), tensors[5].permute(2, 0, 1)[::2], tensors[6][:, 3:100]]
+
+    pairs, _ = triton_hashes(tensors)
+
+    found = [
+        Fingerprint(int(h), int(s), dtype_name(dtype), tuple(tensor.shape))
+        for (h, s), tensor in zip(pairs, tensors, strict=True)
+    ]
+    assert found == [reference(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("spec", ["o[tp] i", "o i[tp]", "(2 f[tp]) h", "o[tp:zigzag] i"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.int64], ids=dtype_name)
+def test_placements(spec, dtype):
+    tensor = random_tensor(dtype, (12, 5))
+    layout = Layout((Axis("tp", 3, 1, (0, 1, 2)),))
+    placement = resolve_placement(spec, tensor.shape, layout)
+
+    pairs, _ = triton_hashes([tensor], [placement])
+
+    expected = reference(tensor, placement)
+    assert pairs.tolist() == [[expected.h, expected.s]]
+
+
+def test_measures_agree_with_the_cpu_kernel():
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(3, 1500, generator=generator)
+    tensor[1, 7], tensor[2, 9] = torch.inf, torch.nan
+    tensors = [tensor, tensor.bfloat16(), tensor.double(), tensor.t(), tensor.nan_to_num().int()]
+    queue = FingerprintQueue(magnitudes=True, sketch_size=16)
+    queue.put_many(tensors, sketch=True)
+    expected = queue.take()
+
+    pairs, measures = triton_hashes(tensors, sketch_size=16)
+
+    assert pairs[:, 0].tolist() == expected.h.tolist()
+    assert measures[:, 0].tolist() == expected.nonfinite.tolist()
+    assert measures[:, 1].tolist() == expected.max_abs.tolist()
+    assert np.allclose(measures[:, 2:], expected.sketch, rtol=1e-9, atol=1e-9)
+
+
+def test_a_block_far_into_the_logical_tensor():
+    part = dense_parts(random_tensor(torch.float32, (5000,)))[0]
+    offset = 1 << 56
+    slots = TritonSlots(torch.device("cpu"), 0)
+    sweeps = plan_sweeps(part.tensor.shape, part.tensor.stride(), 4, None)
+    far = type(part)(part.tensor, offset)
+    slots.put(0, [(far, part.tensor, sweeps)], False, 0)
+    pairs = np.zeros((1, 2), np.uint64)
+    slots.take_into(pairs, np.zeros((1, 2)))
+
+    words = part.tensor.view(torch.int32).numpy().view(np.uint32)
+    from upguard_plugin.fingerprint.reference import hash_elements
+
+    assert int(pairs[0, 0]) == hash_elements(words, np.arange(5000) + offset // 4)[0]

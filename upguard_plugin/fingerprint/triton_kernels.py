@@ -1,0 +1,214 @@
+# mypy: ignore-errors
+# ruff: noqa: ANN001, ANN201
+"""The Triton kernels. Integer atomics commute: the result does not depend on scheduling.
+
+In:  typed memory and numbers that say where it lies in the logical tensor.
+Out: added to a row of the device's table: h as low 32 and high 29 bits in two int64, then s.
+Not for mypy: the bodies are Triton's language. Argument names follow `sweeps.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from upguard_plugin.fingerprint import keys
+
+SEED_A = tl.constexpr(keys.SEED_A)
+SEED_BLOCK_SIGN = tl.constexpr(keys.SEED_BLOCK_SIGN)
+GOLDEN = tl.constexpr(keys.GOLDEN)
+MIX1 = tl.constexpr(keys.MIX1)
+MIX2 = tl.constexpr(keys.MIX2)
+PRIME = tl.constexpr(keys.FINGERPRINT_PRIME)
+WORDS = tl.constexpr(keys.BLOCK_WORDS)
+
+
+@triton.jit
+def mix(z):
+    z = (z ^ (z >> 30)) * MIX1
+    z = (z ^ (z >> 27)) * MIX2
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def fold(x):
+    return (x & PRIME) + (x >> 61)
+
+
+@triton.jit
+def reduce_once(x):
+    return tl.where(x >= PRIME, x - PRIME, x)
+
+
+@triton.jit
+def key_a(block):
+    z = mix((block + 1) * GOLDEN + SEED_A) >> 3
+    return tl.where(z >= PRIME - 1, z - (PRIME - 1), z) + 1
+
+
+@triton.jit
+def multiply(x, y):
+    x0 = x & 0xFFFFFFFF
+    x1 = x >> 32
+    y0 = y & 0xFFFFFFFF
+    y1 = y >> 32
+    middle = x1 * y0 + x0 * y1
+    r = fold(x0 * y0) + ((middle & 0x1FFFFFFF) << 32) + (middle >> 29)
+    return reduce_once(fold(r + ((x1 * y1) << 3)))
+
+
+@triton.jit
+def join_limbs(a0, a1, a2):
+    a1 = fold(fold(a1))
+    a2 = fold(fold(a2))
+    r = fold(fold(a0) + ((a1 & ((1 << 40) - 1)) << 21) + (a1 >> 40))
+    return reduce_once(fold(r + ((a2 & ((1 << 19) - 1)) << 42) + (a2 >> 19)))
+
+
+@triton.jit
+def add_to_slot(out, h, s, WITH_SUM: tl.constexpr):
+    tl.atomic_add(out, tl.sum((h & 0xFFFFFFFF).to(tl.int64)))
+    tl.atomic_add(out + 1, tl.sum((h >> 32).to(tl.int64)))
+    if WITH_SUM:
+        tl.atomic_add(out + 2, tl.sum(s.to(tl.int64, bitcast=True)))
+
+
+@triton.jit
+def hash_blocks(
+    words,
+    table,
+    keys_b,
+    out,
+    first,
+    num_words,
+    first_block,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    IN_TABLE: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+):
+    """A contiguous run of int32 words that begins at logical word `first`.
+
+    Each program takes BLOCKS <= 2048 blocks and keeps exact 64-bit sums per word column: products
+    of a 32-bit word and a 21-bit limb of A. B is multiplied once, at the end.
+    """
+    column = tl.arange(0, WORDS)
+    a0 = tl.zeros([WORDS], tl.uint64)
+    a1 = tl.zeros([WORDS], tl.uint64)
+    a2 = tl.zeros([WORDS], tl.uint64)
+    s = tl.zeros([WORDS], tl.uint64)
+    begin = tl.program_id(0).to(tl.int64) * BLOCKS
+    for k in range(BLOCKS):
+        block = first_block + begin + k
+        position = block * WORDS + column - first
+        mask = (position >= 0) & (position < num_words)
+        word = tl.load(words + position, mask=mask, other=0)
+        word = word.to(tl.uint32, bitcast=True).to(tl.uint64)
+        if IN_TABLE:
+            limb = table + 4 * tl.minimum(block, first_block + num_blocks - 1)
+            a0 += word * tl.load(limb).to(tl.uint32, bitcast=True).to(tl.uint64)
+            a1 += word * tl.load(limb + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+            a2 += word * tl.load(limb + 2).to(tl.uint32, bitcast=True).to(tl.uint64)
+        else:
+            key = key_a(block.to(tl.uint64))
+            a0 += word * (key & 0x1FFFFF)
+            a1 += word * ((key >> 21) & 0x1FFFFF)
+            a2 += word * (key >> 42)
+        if WITH_SUM:
+            s += word
+    key_b = tl.load(keys_b + column).to(tl.uint64, bitcast=True)
+    h = multiply(join_limbs(a0, a1, a2), key_b)
+    add_to_slot(out, h, s << ((column & 1) * 32).to(tl.uint64), WITH_SUM)
+
+
+@triton.jit
+def place_elements(
+    element, start, source, run,
+    size0, memory0, logical0, size1, memory1, logical1,
+    size2, memory2, logical2, size3, memory3, logical3,
+):  # fmt: skip
+    """Where elements lie, in memory and in the logical tensor: e is e % run of run e // run."""
+    rest = element // run
+    memory = source + element % run
+    logical = start + element % run
+    memory += rest % size0 * memory0
+    logical += rest % size0 * logical0
+    rest = rest // size0
+    memory += rest % size1 * memory1
+    logical += rest % size1 * logical1
+    rest = rest // size1
+    memory += rest % size2 * memory2
+    logical += rest % size2 * logical2
+    rest = rest // size2
+    memory += rest % size3 * memory3
+    logical += rest % size3 * logical3
+    return memory, logical
+
+
+@triton.jit
+def hash_elements(
+    units, keys_b, out, total, start, source, run,
+    size0, memory0, logical0, size1, memory1, logical1,
+    size2, memory2, logical2, size3, memory3, logical3,
+    WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, WITH_SUM: tl.constexpr,
+):  # fmt: skip
+    """Any sweep, in units of WIDTH = 1, 2 or 4 bytes that lie inside one word each."""
+    element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    memory, logical = place_elements(
+        element, start, source, run,
+        size0, memory0, logical0, size1, memory1, logical1,
+        size2, memory2, logical2, size3, memory3, logical3,
+    )  # fmt: skip
+    value = tl.load(units + memory, mask=element < total, other=0)
+    if WIDTH == 1:
+        value = value.to(tl.uint8, bitcast=True)
+    elif WIDTH == 2:
+        value = value.to(tl.uint16, bitcast=True)
+    else:
+        value = value.to(tl.uint32, bitcast=True)
+    position = logical.to(tl.uint64) * WIDTH
+    value = value.to(tl.uint64) << ((position & 3) * 8)
+    word = position >> 2
+    key_b = tl.load(keys_b + (word & (WORDS - 1)).to(tl.int64)).to(tl.uint64, bitcast=True)
+    h = multiply(value, multiply(key_b, key_a(word >> 11)))
+    add_to_slot(out, h, value << ((word & 1) * 32), WITH_SUM)
+
+
+@triton.jit
+def measure_elements(
+    numbers, values, column_signs, out, total, start, source, run,
+    size0, memory0, logical0, size1, memory1, logical1,
+    size2, memory2, logical2, size3, memory3, logical3,
+    BY_TABLE: tl.constexpr, SIZE: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Add to a row of measures: non-finite count, largest finite magnitude, SIZE buckets.
+
+    BY_TABLE: `numbers` are bytes, and `values` holds the number that each stands for.
+    """
+    element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    memory, logical = place_elements(
+        element, start, source, run,
+        size0, memory0, logical0, size1, memory1, logical1,
+        size2, memory2, logical2, size3, memory3, logical3,
+    )  # fmt: skip
+    mask = element < total
+    value = tl.load(numbers + memory, mask=mask)
+    if BY_TABLE:
+        value = tl.load(values + value.to(tl.int32), mask=mask)
+    value = tl.where(mask, value.to(tl.float64), 0.0)
+    finite = value - value == 0.0
+    value = tl.where(finite, value, 0.0)
+    tl.atomic_add(out, tl.sum(tl.where(finite, 0.0, 1.0).to(tl.float64)))
+    # Bits of floats that are not negative are in the order of the floats.
+    bits = tl.max(tl.abs(value)).to(tl.int64, bitcast=True)
+    tl.atomic_max((out + 1).to(tl.pointer_type(tl.int64)), bits)
+    if SIZE > 0:
+        column = logical & (WORDS - 1)
+        block = (logical >> 11).to(tl.uint64)
+        lane = (column & (SIZE - 1)).to(tl.uint64)
+        signs = mix((4 * block + (lane >> 6) + 1) * GOLDEN + SEED_BLOCK_SIGN)
+        negative = (signs >> (lane & 63)) & 1
+        rotation = mix((block * GOLDEN) ^ SEED_BLOCK_SIGN) >> 20
+        bucket = ((lane + rotation) & (SIZE - 1)).to(tl.int64)
+        value *= tl.load(column_signs + column)
+        tl.atomic_add(out + 2 + bucket, tl.where(negative == 1, -value, value), mask=mask)
