@@ -107,7 +107,9 @@ def _state_at_start(scene: Scene) -> tuple[Kind, str] | None:
         )
     if key.role in ("input", "output"):
         return None  # of an operator that ran since the last step
-    if key.role in ("optimizer_state", "master", "scalar", "grad", "main_grad"):
+    if key.role in ("grad", "main_grad"):
+        return "backward", lacking or "at the start: it was left over from before"
+    if key.role in ("optimizer_state", "master", "scalar"):
         return "optimizer", lacking or (
             "at the start, before anything was computed" if first else _since_step_end(scene)
         )

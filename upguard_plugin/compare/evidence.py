@@ -15,7 +15,7 @@ import numpy.typing as npt
 from upguard_plugin.compare.findings import Finding
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER
 from upguard_plugin.compare.pairing import Pairing, Side
-from upguard_plugin.compare.scan import RankSteps
+from upguard_plugin.compare.steps import RankSteps
 from upguard_plugin.records import EventKey
 
 Ints = npt.NDArray[np.int64]

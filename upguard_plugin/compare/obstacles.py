@@ -121,7 +121,9 @@ def _ends(baseline: Run, target: Run, scan: RankScan, num_common: int) -> list[s
                 f"{_count(num_common, 'step')}"
             )
     counts = (len(scan.steps.baseline), len(scan.steps.target))
-    if scan.steps.baseline.keys() != scan.steps.target.keys() and not reasons:
+    steps = scan.steps
+    matched = num_common == counts[0] == counts[1] or (steps.is_resumed and steps.covers_the_rest)
+    if not matched and not reasons:
         reasons.append(
             f"rank {scan.rank}: {_count(counts[0], 'step')} in the baseline, {counts[1]} in the "
             f"target; what was compared are the {num_common} that both have"
@@ -173,7 +175,8 @@ def scan_notes(scans: Sequence[RankScan]) -> list[str]:
     for scan in scans:
         for found in scan.unused.items():
             unused.setdefault(found, []).append(scan.rank)
-    notes = [
+    notes = _resumed(scans)
+    notes += [
         f"not used: {name} differs from step {step} on (rank {_listed(ranks)}), and "
         + ("nobody draws from it" if name.startswith("rng.") else "nothing behind it does")
         for (name, step), ranks in unused.items()
@@ -188,6 +191,19 @@ def scan_notes(scans: Sequence[RankScan]) -> list[str]:
                 f"first {finding.key(pairing).boundary} (rank {scan.rank})"
             )
     return notes
+
+
+def _resumed(scans: Sequence[RankScan]) -> list[str]:
+    """Where the runs' own numbers of a step differ."""
+    shifts: dict[tuple[int, int], list[int]] = {}
+    for scan in scans:
+        for step in scan.steps.common[:1]:
+            shifts.setdefault((step, scan.steps.partner[step]), []).append(scan.rank)
+    return [
+        f"resumed: step {step} of the baseline is step {other} of the target, rank {_listed(ranks)}"
+        for (step, other), ranks in shifts.items()
+        if step != other
+    ]
 
 
 def _changed(ours: Mapping[str, str], theirs: Mapping[str, str], between: str) -> Iterable[str]:
