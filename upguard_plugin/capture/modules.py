@@ -171,13 +171,12 @@ class ModuleProbe:
 
     def _end(self, boundary: Boundary) -> Call | None:
         """Take the call off the stack, and all that an exception left above it."""
-        if self._stack and self._stack[-1].boundary is boundary:
-            return self._stack.pop()
-        for place in range(len(self._stack) - 1, -1, -1):
-            if self._stack[place].boundary is boundary:
-                call = self._stack[place]
-                del self._stack[place:]
-                self._position.module = self._stack[-1].boundary.name if self._stack else ""
+        stack = self._stack
+        for place in range(len(stack) - 1, -1, -1):
+            call = stack[place]
+            if call.boundary is boundary:
+                del stack[place:]
+                self._position.module = stack[-1].boundary.name if stack else ""
                 return call
         return None
 
