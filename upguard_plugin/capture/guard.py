@@ -193,11 +193,15 @@ class Guard:
             return
         self.begin_step_if_needed()
         call = self.position.next_call(f"{name}:scalar")
+        # What a loop says of itself may be for its log only; the phases of the training's own
+        # scalars (learning rate, gradient norm) are for those that it surely uses.
+        phase = self.position.phase
+        phase = "loss" if phase in ("start", "clip", "optimizer") else phase
         if not isinstance(value, torch.Tensor):
-            self.recorder.record_number(name, value, call=call)
+            self.recorder.record_number(name, value, call=call, phase=phase)
             return
         number = _number_in(value) if value.is_cpu and value.numel() == 1 else None
-        self.recorder.record(name, value, role="scalar", call=call, value=number)
+        self.recorder.record(name, value, role="scalar", call=call, value=number, phase=phase)
 
     @shielded
     def observe(
