@@ -9,52 +9,23 @@ read: there everything may differ, and nothing of it is the answer.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.compare.findings import Finding, find, pair_places
-from upguard_plugin.compare.generators import IdleGenerators
-from upguard_plugin.compare.keys import ROLE_NUMBER, KeySpace
-from upguard_plugin.compare.pairing import Pairing, Side, pair_step
-from upguard_plugin.compare.run import Run
+from upguard_plugin.compare.keys import ROLE_NUMBER
+from upguard_plugin.compare.pairing import Pairing, Side
 from upguard_plugin.compare.selection import Selection
+from upguard_plugin.compare.steps import RankSteps
+from upguard_plugin.compare.unused import Memory
 from upguard_plugin.records import LEVELS
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _SAID_BY_ANY_RUN = [ROLE_NUMBER[role] for role in ("scalar", "rng", "data", "sample")]
-_KEPT_STEPS = 3  # the divergent step and its neighbours, from which causes are read
-
-
-class RankSteps:
-    """The steps that both runs have of one rank."""
-
-    def __init__(self, baseline: Run, target: Run, rank: int) -> None:
-        self.rank = rank
-        self._runs = (baseline, target)
-        self._space = KeySpace()
-        self._kept: OrderedDict[int, Pairing] = OrderedDict()
-        self.baseline = {entry.step: entry for entry in baseline.steps(rank)}
-        self.target = {entry.step: entry for entry in target.steps(rank)}
-        self.common = sorted(self.baseline.keys() & self.target.keys())
-
-    def pairing(self, step: int, verify: bool = False) -> Pairing | None:
-        """The step's events in pairs, or None where a run does not have the step."""
-        if step not in self.baseline or step not in self.target:
-            return None
-        if step not in self._kept:
-            baseline, target = (run.read(self.rank, step, verify=verify) for run in self._runs)
-            self._kept[step] = pair_step(baseline, target, self._space)
-            if len(self._kept) > _KEPT_STEPS:
-                self._kept.popitem(last=False)
-        return self._kept[step]
-
-    def is_first_recorded(self, step: int) -> bool:
-        return step in (min(self.baseline, default=step), min(self.target, default=step))
 
 
 @dataclass(slots=True)
@@ -67,8 +38,7 @@ class RankScan:
     findings: tuple[Finding, ...] = ()  # in that step: the first, and what stands beside it
     chosen: Bools | None = None  # in that step: the pairs that were asked for
     structure: tuple[int, Finding] | None = None  # first step and place where boundaries differ
-    unused_scalars: dict[str, int] = field(default_factory=dict)  # name -> first step
-    idle_generators: dict[str, int] = field(default_factory=dict)  # name -> first step
+    unused: dict[str, int] = field(default_factory=dict)  # what differs in vain -> first step
     certified: int = 0  # events before the divergence, all equal
     last_equal: tuple[int, int] | None = None  # step and baseline row of the last one
     compared: int = 0
@@ -81,31 +51,29 @@ class RankScan:
 
 
 def scan_rank(
-    baseline: Run, target: Run, rank: int, selection: Selection, *, verify: bool = False
+    steps: RankSteps, selection: Selection, levels: tuple[str, str], *, verify: bool = False
 ) -> RankScan:
-    """Compare one rank up to its first divergent step. Raises TraceError for damaged files."""
-    steps = RankSteps(baseline, target, rank)
-    scan = RankScan(rank, steps)
-    levels = (baseline.manifest.level, target.manifest.level)
-    benign: frozenset[int] = frozenset()
-    generators = IdleGenerators()
-    scan.idle_generators = generators.differing
+    """Compare one rank up to its first divergent step.
+
+    levels: of capture, the baseline's and the target's. Raises TraceError for damaged files.
+    """
+    scan = RankScan(steps.rank, steps)
+    memory = Memory()
     for step in steps.common:
-        entries = (steps.baseline[step], steps.target[step])
+        entries = (steps.baseline[step], steps.target[steps.partner[step]])
         if not selection.has_step(step):
             scan.filtered += entries[0].num_events
             continue
         if not verify and entries[0].digest == entries[1].digest:
             _count_equal_step(scan, step, entries[0].num_events)
+            memory = replace(memory, is_first=False, generators={})
             continue
         whole = steps.pairing(step, verify)
         assert whole is not None
         pairing, chosen = _restricted(scan, whole, selection, levels)
-        chosen = chosen & ~generators.look(step, whole)
-        found = find(pairing, chosen, benign)
-        benign = found.benign
-        for name in found.unused_scalars:
-            scan.unused_scalars.setdefault(name, step)
+        found = find(pairing, chosen, memory)
+        for name in found.unused:
+            scan.unused.setdefault(name, step)
         if found.structure is not None and scan.structure is None:
             scan.structure = (step, found.structure)
         _count_pairs(scan, step, pairing, chosen, found.divergent)
