@@ -19,9 +19,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.collectives import CollectiveProbe
+from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.models import named_models
@@ -133,7 +135,12 @@ class Guard:
         self.probes = [self._states, self._batches, ModuleProbe(self)]
         if torch.distributed.is_available() and not CollectiveProbe.in_use():
             owners = [ParameterOwner(self.names.parameters)]
-            self.probes.append(CollectiveProbe(self.recorder, owners=owners))
+            reducers = [
+                ReducerBuckets(model, self.names.of)
+                for _, model in self.models
+                if isinstance(model, DistributedDataParallel)
+            ]
+            self.probes.append(CollectiveProbe(self.recorder, owners=owners, reducers=reducers))
         if self.config.level == "op":
             self.probes.append(OperatorProbe(self))
         for probe in self.probes:
