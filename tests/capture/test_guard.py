@@ -250,6 +250,15 @@ def test_what_is_no_module_is_refused(tmp_path):
     assert str(caught.value) == "cannot record a str: enable() takes an nn.Module or a list"
 
 
+def test_a_lazy_module_is_refused_until_it_has_its_parameters(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        upguard_plugin.enable(nn.LazyLinear(2), None, {"output_dir": str(tmp_path / "run")})
+    assert str(caught.value) == (
+        "cannot record a LazyLinear: it has parameters without a shape\n"
+        "  try  run one forward before enable()"
+    )
+
+
 def test_the_manifest_says_what_was_run(tmp_path):
     model, _ = tiny()
     run = record_steps(tmp_path / "run", model, lambda guard: None, program="variant a")

@@ -444,10 +444,10 @@ def test_two_probes_are_refused(two_ranks: Ranks) -> None:
 def names() -> list[tuple[str, str, str | None]]:
     weight = torch.nn.Parameter(torch.zeros(3, 2))
     weight.grad = torch.ones(3, 2)
-    pair = dist.new_group([0, 1], group_desc="pair")
+    mesh_dim = dist.new_group([0, 1], group_desc="mesh_tp")
     with record_collectives(owners=[ParameterOwner({"fc.weight": weight})]) as trace:
         trace.recorder.position.phase = "backward"
-        dist.all_reduce(weight.grad, group=pair)
+        dist.all_reduce(weight.grad, group=mesh_dim)
         dist.broadcast(weight.data, 0)
         trace.probe.groups.name([0, 1], "dp")
         dist.all_reduce(torch.ones(3, 2))
@@ -457,7 +457,7 @@ def names() -> list[tuple[str, str, str | None]]:
 def test_a_boundary_names_its_group_and_what_is_in_the_buffer(two_ranks: Ranks) -> None:
     for rows in two_ranks.run(names):
         assert rows == [
-            ("all_reduce[pair] fc.weight.grad", "grad_sync", "test_collectives.py"),
+            ("all_reduce[tp] fc.weight.grad", "grad_sync", "test_collectives.py"),
             ("broadcast[world] fc.weight", "backward", "test_collectives.py"),
             ("all_reduce[dp]", "backward", "test_collectives.py"),
         ]

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
+from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
 from upguard_plugin.capture.operators.probe import OperatorProbe
@@ -67,12 +68,13 @@ def enable(
     """
     settings = load_config(config)
     rank, world_size = find_rank()
-    models = _named_models(model)
+    models = named_models(model)
     optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     optimizers = tuple(o for o in optimizers if o is not None)
     place = layout_of(layout, rank, world_size)
     rules = Placements(placements, place)
-    names = ParameterNames(models, tied)
+    stages = place.axis("pp")
+    names = ParameterNames(models, tied, whole=stages is None or stages.size == 1)
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
@@ -282,19 +284,3 @@ def _number_in(tensor: torch.Tensor) -> float | None:
     with _disable_current_modes():  # no mode of the user's, nor of ours, sees this read
         number = tensor.detach().item()
     return None if isinstance(number, complex) else float(number)
-
-
-def _named_models(model: nn.Module | Sequence[nn.Module]) -> Models:
-    """(prefix, model) of each: no prefix for a single one, `model0.`, `model1.`, ... for several.
-
-    Raises ConfigError for anything but modules.
-    """
-    models = tuple(model) if isinstance(model, (list, tuple)) else (model,)
-    for given in models:
-        if not isinstance(given, nn.Module):
-            raise ConfigError(
-                f"cannot record a {type(given).__name__}: enable() takes an nn.Module or a list"
-            )
-    if len(models) == 1:
-        return (("", models[0]),)
-    return tuple((f"model{i}.", m) for i, m in enumerate(models))

@@ -153,13 +153,6 @@ def hash_stretch(address: int, num_bytes: int, offset: int, with_sum: int) -> tu
     return h, s if with_sum else u64(0)
 
 
-@compile_kernel
-def hash_run(address: int, num_bytes: int, offset: int, with_sum: int, out: int) -> None:
-    """Hash a contiguous run; (h, s) to the two uint64 at `out`. All arguments are integers."""
-    target = carray(pointer(u64(out), np.uint64), (2,))
-    target[0], target[1] = hash_stretch(address, num_bytes, offset, with_sum)
-
-
 @njit
 def count_runs(row: Row) -> int:
     """How many contiguous runs a sweep has."""
@@ -182,14 +175,8 @@ def locate_run(row: Row, run: int) -> tuple[int, int]:
     return address, offset
 
 
-@compile_kernel
-def hash_sweeps(table: int, num_sweeps: int, out: int) -> None:
-    """Hash many sweeps; each adds its (h, s) to row `slot` of the uint64 pairs at `out`.
-
-    table: address of int64 rows [num_sweeps, SWEEP_COLUMNS]: slot, address, offset, run bytes,
-    with_sum, number of dims, then for each dim (size, memory step, logical step), outer first.
-    Offsets and steps count bytes.
-    """
+@njit
+def _hash_rows(table: int, num_sweeps: int, out: int) -> None:
     rows = carray(pointer(u64(table), np.int64), (num_sweeps, SWEEP_COLUMNS))
     for t in range(num_sweeps):
         row = rows[t]
@@ -199,3 +186,34 @@ def hash_sweeps(table: int, num_sweeps: int, out: int) -> None:
             h, s = hash_stretch(address, row[3], offset, row[4])
             target[0] = add(target[0], h)
             target[1] += s
+
+
+@compile_kernel(nogil=False)
+def hash_run(address: int, num_bytes: int, offset: int, with_sum: int, out: int) -> None:
+    """Hash a contiguous run; (h, s) to the two uint64 at `out`. All arguments are integers."""
+    target = carray(pointer(u64(out), np.uint64), (2,))
+    target[0], target[1] = hash_stretch(address, num_bytes, offset, with_sum)
+
+
+@compile_kernel(nogil=True)
+def hash_long_run(address: int, num_bytes: int, offset: int, with_sum: int, out: int) -> None:
+    """As `hash_run`; other Python threads may run meanwhile."""
+    target = carray(pointer(u64(out), np.uint64), (2,))
+    target[0], target[1] = hash_stretch(address, num_bytes, offset, with_sum)
+
+
+@compile_kernel(nogil=False)
+def hash_sweeps(table: int, num_sweeps: int, out: int) -> None:
+    """Hash many sweeps; each adds its (h, s) to row `slot` of the uint64 pairs at `out`.
+
+    table: address of int64 rows [num_sweeps, SWEEP_COLUMNS]: slot, address, offset, run bytes,
+    with_sum, number of dims, then for each dim (size, memory step, logical step), outer first.
+    Offsets and steps count bytes.
+    """
+    _hash_rows(table, num_sweeps, out)
+
+
+@compile_kernel(nogil=True)
+def hash_many_sweeps(table: int, num_sweeps: int, out: int) -> None:
+    """As `hash_sweeps`; other Python threads may run meanwhile."""
+    _hash_rows(table, num_sweeps, out)

@@ -93,6 +93,7 @@ class CollectiveProbe:
             if library is not None:
                 library._destroy()
         self._works.detach()
+        self._works.catch_up()
         CollectiveProbe._attached = None
         left = self._works.abandon()
         for pending in left:
