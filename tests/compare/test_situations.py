@@ -584,6 +584,17 @@ def test_operators_of_one_side_only_are_not_missing_where_levels_differ():
     assert "level: op against module; compared is what both record" in verdict.notes
 
 
+def test_what_only_one_run_was_told_to_record_is_not_missing():
+    outputs = "\n".join(line for line in MLP.splitlines() if " grad " not in line)
+    told = {"config": {"roles": ["output"]}}
+
+    verdict = compare_runs(run(MLP), run(outputs, name="target", **told))
+
+    assert (answer(verdict), verdict.coverage.filtered) == ("identical", 1)
+    assert "roles: None against ['output']; compared is what both record" in verdict.notes
+    assert answer(compared(MLP, outputs)) == "0 0 accumulate fc1.weight grad structure"
+
+
 # What is not decided
 
 ENDED = {0: RankEnd(False, "killed or still running")}

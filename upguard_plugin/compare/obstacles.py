@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from upguard_plugin.compare.run import Run
-from upguard_plugin.compare.scan import RankScan
+from upguard_plugin.compare.scan import CHOICES, RankScan
 from upguard_plugin.compare.selection import Selection
 
 NEVER_FIRED = "never fired: "  # how a rank's note of a probe that saw no tensor begins
@@ -159,6 +159,10 @@ def differences_of_runs(baseline: Run, target: Run) -> list[str]:
         notes.append("program: the same in both runs" if same else "program: the sources differ")
     if ours.level != theirs.level:
         notes.append(f"level: {ours.level} against {theirs.level}; compared is what both record")
+    for name in CHOICES:
+        mine, other = ours.config.get(name), theirs.config.get(name)
+        if mine != other:
+            notes.append(f"{name}: {mine} against {other}; compared is what both record")
     for side, run in (("baseline", baseline), ("target", target)):
         if run.attempts:
             names = _listed([path.name for path in run.attempts])
