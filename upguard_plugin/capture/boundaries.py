@@ -46,6 +46,10 @@ def find_boundaries(
         if id(module) in known:
             continue
         known.add(id(module))
+        if isinstance(module, torch.jit.ScriptModule):
+            known.update(id(part) for part in module.modules())
+            notes.append(f"{name} was not recorded: a ScriptModule takes no hooks")
+            continue
         if is_compiled(module):
             known.update(id(part) for part in module.modules())
             notes.append(f"inside {name} nothing was recorded: it is compiled")
@@ -59,11 +63,7 @@ def find_boundaries(
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module's inside runs as compiled code that hooks must not enter."""
-    return (
-        type(module).__name__ == "OptimizedModule"
-        or module._compiled_call_impl is not None
-        or isinstance(module, torch.jit.ScriptModule)
-    )
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
 def _boundary(name: str, module: nn.Module, names: ParameterNames, recorded: bool) -> Boundary:
@@ -74,7 +74,8 @@ def _boundary(name: str, module: nn.Module, names: ParameterNames, recorded: boo
     )
     operator = type(module).__name__
     is_loss = operator.endswith("Loss") or isinstance(module, nn.modules.loss._Loss)
-    return Boundary(name, operator, source_of(type(module)), parameters, is_loss, recorded)
+    source = source_of(type(module))  # type: ignore[arg-type]
+    return Boundary(name, operator, source, parameters, is_loss, recorded)
 
 
 @lru_cache(maxsize=4096)

@@ -129,7 +129,7 @@ class ModuleProbe:
         phase = outer.phase if outer else self._enter(boundary, module, grad)
         microbatch = outer.microbatch if outer else self._position.microbatch
         if phase == "recompute":
-            microbatch = outer.microbatch if outer else self._flow.backward_microbatch
+            microbatch = outer.microbatch if outer else self._position.backward_microbatch
             number = self._recompute.match(boundary.name, microbatch)
             if number is None:
                 number = max(self._position.calls[boundary.name, microbatch] - 1, 0)
@@ -148,6 +148,7 @@ class ModuleProbe:
         self._guard.begin_step_if_needed()
         if self._step != self._position.step:
             self._begin_step()
+        self._flow.prune()
         if not module.training or not grad:
             phase = "eval"
         elif boundary.is_loss and self._position.phase == "loss":
@@ -170,13 +171,12 @@ class ModuleProbe:
 
     def _end(self, boundary: Boundary) -> Call | None:
         """Take the call off the stack, and all that an exception left above it."""
-        if self._stack and self._stack[-1].boundary is boundary:
-            return self._stack.pop()
-        for place in range(len(self._stack) - 1, -1, -1):
-            if self._stack[place].boundary is boundary:
-                call = self._stack[place]
-                del self._stack[place:]
-                self._position.module = self._stack[-1].boundary.name if self._stack else ""
+        stack = self._stack
+        for place in range(len(stack) - 1, -1, -1):
+            call = stack[place]
+            if call.boundary is boundary:
+                del stack[place:]
+                self._position.module = stack[-1].boundary.name if stack else ""
                 return call
         return None
 

@@ -23,8 +23,9 @@ from upguard_plugin.compare.obstacles import (
 )
 from upguard_plugin.compare.ranks import Origin, origins_of, structures_of
 from upguard_plugin.compare.run import Run
-from upguard_plugin.compare.scan import RankScan, scan_rank
+from upguard_plugin.compare.scan import RankScan, Settings, scan_rank
 from upguard_plugin.compare.selection import Selection
+from upguard_plugin.compare.steps import RankSteps, steps_behind
 from upguard_plugin.records import Layout
 from upguard_plugin.verdict import Certified, Coverage, Divergence, RunSide, Verdict, Word
 
@@ -50,9 +51,12 @@ def compare_runs(
     if refused:
         return _verdict(baseline, target, "incomparable", [refused])
     ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
+    settings = Settings.of(baseline, target)
+    lag = steps_behind(baseline, target, ranks[0]) if ranks else 0
     scans = []
     for done, rank in enumerate(ranks):
-        scans.append(scan_rank(baseline, target, rank, selection, verify=verify))
+        steps = RankSteps(baseline, target, rank, lag)
+        scans.append(scan_rank(steps, selection, settings, verify=verify))
         if progress is not None:
             progress(done + 1, len(ranks))
     one_program = same_program or is_same_program(baseline, target)
