@@ -24,7 +24,7 @@ def _model(kind: str) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.Linear(32, 4))
     if kind == "ddp":
-        return DistributedDataParallel(model, bucket_cap_mb=0.005)
+        return DistributedDataParallel(model, bucket_cap_mb=0.0004)
     for layer in model:
         if not isinstance(layer, nn.GELU):
             fully_shard(layer)
@@ -78,3 +78,17 @@ def test_recording_does_not_change_the_weights(
 ) -> None:
     recorded = two_ranks.run(train, kind, str(tmp_path / "run"), level)
     assert recorded == two_ranks.run(train, kind, None)
+
+
+def test_a_bucket_names_its_parameters(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(train, "ddp", str(tmp_path / "run"))
+    trace = open_trace(tmp_path / "run")
+    for rank in (0, 1):
+        batch = trace.read(rank, STEPS - 1)
+        keys = [batch.key_of(i) for i in range(len(batch))]
+        reduced = [k for k in keys if k.op == "all_reduce sum" and k.moment == "completion"]
+        assert [(k.boundary, k.phase, k.shape) for k in reduced] == [
+            ("all_reduce[world] bucket 0 (3.bias, 3.weight)", "grad_sync", (132,)),
+            ("all_reduce[world] bucket 1 (2.bias, 2.weight)", "grad_sync", (1056,)),
+            ("all_reduce[world] bucket 2 (0.bias, 0.weight)", "grad_sync", (544,)),
+        ]

@@ -19,9 +19,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.collectives import CollectiveProbe
+from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.models import named_models
@@ -133,7 +135,12 @@ class Guard:
         self.probes = [self._states, self._batches, ModuleProbe(self)]
         if torch.distributed.is_available() and not CollectiveProbe.in_use():
             owners = [ParameterOwner(self.names.parameters)]
-            self.probes.append(CollectiveProbe(self.recorder, owners=owners))
+            reducers = [
+                ReducerBuckets(model, self.names.of)
+                for _, model in self.models
+                if isinstance(model, DistributedDataParallel)
+            ]
+            self.probes.append(CollectiveProbe(self.recorder, owners=owners, reducers=reducers))
         if self.config.level == "op":
             self.probes.append(OperatorProbe(self))
         for probe in self.probes:
@@ -193,11 +200,15 @@ class Guard:
             return
         self.begin_step_if_needed()
         call = self.position.next_call(f"{name}:scalar")
+        # What a loop says of itself may be for its log only; the phases of the training's own
+        # scalars (learning rate, gradient norm) are for those that it surely uses.
+        phase = self.position.phase
+        phase = "loss" if phase in ("start", "clip", "optimizer") else phase
         if not isinstance(value, torch.Tensor):
-            self.recorder.record_number(name, value, call=call)
+            self.recorder.record_number(name, value, call=call, phase=phase)
             return
         number = _number_in(value) if value.is_cpu and value.numel() == 1 else None
-        self.recorder.record(name, value, role="scalar", call=call, value=number)
+        self.recorder.record(name, value, role="scalar", call=call, value=number, phase=phase)
 
     @shielded
     def observe(

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import ProcessGroup, Work
 
+from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.caller import Caller, find_caller
 from upguard_plugin.capture.collectives.groups import Groups, Member
 from upguard_plugin.capture.collectives.owners import OwnerOf
@@ -56,11 +57,16 @@ class CollectiveProbe:
         *,
         roles: Collection[str] = ROLES,
         owners: Sequence[OwnerOf] = (),
+        reducers: Sequence[ReducerBuckets] = (),
     ) -> None:
-        """roles: which of "input" and "output" are recorded. owners: who can name a buffer."""
+        """roles: which of "input" and "output" are recorded. owners: who can name a buffer.
+
+        reducers: of the models that are wrapped by DistributedDataParallel.
+        """
         self.recorder = recorder
         self.groups = Groups()
         self.owners = list(owners)
+        self._reducers = tuple(reducers)
         self._roles = roles
         self._works = Works()
         self._library: torch.library.Library | None = None
@@ -77,6 +83,8 @@ class CollectiveProbe:
             raise UsageError("cannot record collectives twice: another guard is open in this run")
         CollectiveProbe._attached = self
         self._works.attach()
+        for reducer in self._reducers:
+            reducer.attach()
         self._library = torch.library.Library("c10d", "IMPL")
         for name in OPERATORS:
             operator = getattr(torch.ops.c10d, name).default
@@ -92,6 +100,8 @@ class CollectiveProbe:
         for library in (self._library, self._functional):
             if library is not None:
                 library._destroy()
+        for reducer in self._reducers:
+            reducer.detach()
         self._works.detach()
         self._works.catch_up()
         CollectiveProbe._attached = None
@@ -138,7 +148,7 @@ class CollectiveProbe:
         if not self.recorder.active or _is_traced(what):
             return None
         caller = find_caller(with_factor=what.reduce_op == "premul_sum")
-        boundary = self._boundary(what, member)
+        boundary = self._boundary(what, member, caller)
         launch = _Launch(
             what,
             process_group,
@@ -218,11 +228,13 @@ class CollectiveProbe:
         number = self.groups.next_message(member.group, *ends, what.tag)
         return Wire(peer=what.peer, tag=what.tag, pair_seq=number)
 
-    def _boundary(self, what: Plan, member: Member) -> str:
+    def _boundary(self, what: Plan, member: Member, caller: Caller) -> str:
         """What people read: the operation, its group, and whose data it is, where known."""
         boundary = f"{what.name}[{member.group.name}]"
         buffers = what.outputs or what.inputs
-        names = [name for buffer in buffers if (name := self._owner_of(buffer.tensor))]
+        by_reducer = caller.from_cpp and self.recorder.position.phase == "backward"
+        owner_of = self._bucket_of if by_reducer else self._owner_of
+        names = [name for buffer in buffers if (name := owner_of(buffer.tensor))]
         if not names:
             return boundary
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -230,6 +242,9 @@ class CollectiveProbe:
 
     def _owner_of(self, tensor: torch.Tensor) -> str | None:
         return next((name for owner in self.owners if (name := owner(tensor))), None)
+
+    def _bucket_of(self, tensor: torch.Tensor) -> str | None:
+        return next((name for one in self._reducers if (name := one.name_next(tensor))), None)
 
     def _phase(self, what: Plan, caller: Caller, boundary: str) -> str:
         """Collectives for gradients belong to `grad_sync`, also while backward still runs."""
