@@ -10,13 +10,14 @@ GIL. An event stands in program order where its collective was launched, also wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup, Work
+from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.caller import Caller, find_caller
@@ -28,7 +29,6 @@ from upguard_plugin.capture.deferred import Ticket
 from upguard_plugin.capture.recorder import Recorder, Wire
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.errors import UsageError
-from upguard_plugin.records import ROLES
 
 _KEY = torch._C.DispatchKey.BackendSelect
 _PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
@@ -55,19 +55,14 @@ class CollectiveProbe:
         self,
         recorder: Recorder,
         *,
-        roles: Collection[str] = ROLES,
         owners: Sequence[OwnerOf] = (),
         reducers: Sequence[ReducerBuckets] = (),
     ) -> None:
-        """roles: which of "input" and "output" are recorded. owners: who can name a buffer.
-
-        reducers: of the models that are wrapped by DistributedDataParallel.
-        """
+        """owners: who can name a buffer. reducers: of the models that DDP wraps."""
         self.recorder = recorder
         self.groups = Groups()
         self.owners = list(owners)
         self._reducers = tuple(reducers)
-        self._roles = roles
         self._works = Works()
         self._library: torch.library.Library | None = None
         self._functional: torch.library.Library | None = None
@@ -159,13 +154,12 @@ class CollectiveProbe:
                 "source": caller.source,
             },
         )
-        if "input" in self._roles:
-            with torch.no_grad():
-                for buffer in what.inputs:
-                    self.recorder.record(
-                        boundary, _dense(buffer.tensor), role="input", slot=buffer.slot,
-                        moment="launch", placement=buffer.placement, **launch.fields,
-                    )  # fmt: skip
+        with torch.no_grad():
+            for buffer in what.inputs:
+                self.recorder.record(
+                    boundary, _dense(buffer.tensor), role="input", slot=buffer.slot,
+                    moment="launch", placement=buffer.placement, **launch.fields,
+                )  # fmt: skip
         return launch
 
     @shielded
@@ -176,14 +170,10 @@ class CollectiveProbe:
         if not what.has_completion or (what.name == "send" and launch.caller.functional):
             return
         tickets = [
-            (self._reserve(launch, "input", buffer), buffer.tensor)
-            for buffer in what.untouched_inputs()
-            if "input" in self._roles
-        ]
-        tickets += [
-            (self._reserve(launch, "output", buffer), buffer.tensor)
-            for buffer in what.outputs
-            if "output" in self._roles
+            (ticket, buffer.tensor)
+            for role, buffers in (("input", what.untouched_inputs()), ("output", what.outputs))
+            for buffer in buffers
+            if (ticket := self._reserve(launch, role, buffer)) is not None
         ]
         if not tickets:
             return
@@ -198,7 +188,7 @@ class CollectiveProbe:
         pending = Pending(Work.unbox(handle), tensors, finish, functional=caller.functional)
         self._works.add(pending, process_group, by_future=on_cpu or caller.from_cpp)
 
-    def _reserve(self, launch: _Launch, role: str, buffer: Buffer) -> Ticket:
+    def _reserve(self, launch: _Launch, role: str, buffer: Buffer) -> Ticket | None:
         return self.recorder.reserve(
             launch.boundary, buffer.tensor, role=role, slot=buffer.slot,
             moment="completion", placement=buffer.placement, **launch.fields,
@@ -215,7 +205,7 @@ class CollectiveProbe:
         """The work is over. Called from any thread; the buffers are final unless it failed."""
         if self.recorder.failure:
             return
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             for ticket, tensor in tickets:
                 if not final:
                     self.recorder.cancel(ticket)
