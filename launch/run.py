@@ -83,7 +83,9 @@ def plan(command: Sequence[str], options: Options, environ: Mapping[str, str]) -
     """
     if options.repeat < 1:
         raise UsageError(f"cannot run the command {options.repeat} times: --repeat takes 1 or more")
-    variables = {"UPGUARD": "1", "PYTHONPATH": _with_startup(environ.get("PYTHONPATH"))}
+    # The user's own are listed too: some launchers have to be told of each.
+    variables = {name: text for name, text in environ.items() if name.startswith("UPGUARD_")}
+    variables |= {"UPGUARD": "1", "PYTHONPATH": _with_startup(environ.get("PYTHONPATH"))}
     if options.config is not None:
         variables["UPGUARD_CONFIG"] = str(Path(options.config).absolute())
     if options.level is not None:

@@ -243,9 +243,9 @@ def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; `arguments` default to the process's own."""
     try:
-        code: int = upguard.main(arguments, prog_name="upguard", standalone_mode=False)
+        code: Any = upguard.main(arguments, prog_name="upguard", standalone_mode=False)
         sys.stdout.flush()
-        return code
+        return int(code)
     except click.ClickException as error:
         error.show()
         return error.exit_code

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 from upguard_plugin.errors import UsageError
-from upguard_plugin.launch.cpu_emulation.imports import PostImportFinder
-from upguard_plugin.launch.cpu_emulation.megatron import DURING_IMPORT, mend
+from upguard_plugin.integrations.when_imported import when_imported
+from upguard_plugin.launch.cpu_emulation.megatron import TritonStubFinder, mends
 from upguard_plugin.launch.cpu_emulation.patches import Patches
 
 __all__ = ["Emulation", "emulate_cuda", "install"]
@@ -30,13 +31,16 @@ class Emulation:
 
     def __init__(self) -> None:
         self._patches = Patches()
-        self._finder: _EmulationFinder | None = None
+        self._requests: list[Callable[[], None]] = []  # take back what waits for an import
+        self._finder: TritonStubFinder | None = None
 
     def restore(self) -> None:
-        """Put everything back and forget the import hooks. A second call does nothing."""
+        """Put everything back and wait for no import any more. A second call does nothing."""
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         self._finder = None
+        while self._requests:
+            self._requests.pop()()
         self._patches.restore()
         _forget_dynamo_rules()
 
@@ -47,15 +51,16 @@ class Emulation:
         self.restore()
 
     def _start(self) -> None:
-        after = dict(mend(self._patches))
-        after["torch"] = self._emulate_torch
-        self._finder = _EmulationFinder(after, DURING_IMPORT)
+        self._finder = TritonStubFinder()
         sys.meta_path.insert(0, self._finder)
-        for name, mend_one in after.items():
-            if name in sys.modules:
-                mend_one(sys.modules[name])
-        self._patches.follow_copies()
-        _forget_dynamo_rules()
+        try:
+            self._requests.append(when_imported("torch", self._emulate_torch))
+            for name, mend in mends(self._patches).items():
+                self._requests.append(when_imported(name, mend))
+            self._patches.follow_copies()
+        except BaseException:
+            self.restore()
+            raise
 
     def _emulate_torch(self, torch: ModuleType) -> None:
         # Slow to load: they need torch, which this package must not import by itself.
@@ -71,10 +76,8 @@ class Emulation:
         emulate_devices(self._patches)
         emulate_cuda_api(self._patches)
         emulate_process_groups(self._patches)
-
-
-class _EmulationFinder(PostImportFinder):
-    """Its presence in `sys.meta_path` is how a process knows that it is emulated already."""
+        self._patches.follow_copies()
+        _forget_dynamo_rules()
 
 
 def emulate_cuda() -> Emulation:
@@ -112,4 +115,4 @@ def _forget_dynamo_rules() -> None:
 
 
 def _is_emulated() -> bool:
-    return any(isinstance(finder, _EmulationFinder) for finder in sys.meta_path)
+    return any(isinstance(finder, TritonStubFinder) for finder in sys.meta_path)

@@ -1,6 +1,6 @@
 """Places of Megatron that CUDA lets pass and a CPU does not, mended right after their import.
 
-`mend` names the modules and what is done to each. Nothing is edited on disk, and a module that is
+`mends` names the modules and what is done to each. Nothing is edited on disk, and a module that is
 never imported costs nothing. Known to fit Megatron-LM core_v0.14 to core_v0.16.
 """
 
@@ -12,8 +12,10 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,16 +30,16 @@ _INITIALIZE = "megatron.training.initialize"
 _TRITON_USER = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
 
-def mend(patches: Patches) -> Mapping[str, Callable[[ModuleType], None]]:
+def mends(patches: Patches) -> Mapping[str, Callable[[ModuleType], None]]:
     """What to do with each module after its import; every change goes into `patches`."""
-    mends = {
+    by_module = {
         _MOE: _mend_moe,
         _NORM: _mend_norm,
         _DATASETS: _mend_dataset_helper,
         _FUSED_KERNELS: _mend_fused_kernels,
         _INITIALIZE: _mend_warmup,
     }
-    return {name: functools.partial(mend_one, patches) for name, mend_one in mends.items()}
+    return {name: functools.partial(mend, patches) for name, mend in by_module.items()}
 
 
 def _mend_moe(patches: Patches, module: ModuleType) -> None:
@@ -109,12 +111,41 @@ def _mend_warmup(patches: Patches, module: ModuleType) -> None:
     patches.set(module, "_warmup_jit_function", lambda: None)
 
 
+class TritonStubFinder(MetaPathFinder):
+    """Lets one module of Megatron be imported that imports triton at its top and may never use it.
+
+    The stub is there only while that module runs: torch probes for triton too, and would use it.
+    Its place in `sys.meta_path` is also how a process knows that it is emulated already.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of that module with a loader that provides the stub; else None."""
+        if name != _TRITON_USER or self not in sys.meta_path:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(name, path, target) for finder in behind)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            _provide_triton(spec.loader)
+        return spec
+
+
+def _provide_triton(loader: Any) -> None:
+    real = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module  # the loader stays on the module: leave it as it was found
+        with triton_stub_if_missing():
+            real(module)
+
+    loader.exec_module = exec_module
+
+
 @contextmanager
 def triton_stub_if_missing() -> Iterator[None]:
-    """Let a module be imported that imports triton at its top and may never use it.
-
-    The stub goes as soon as that module has run: torch probes for triton too, and would use it.
-    """
+    """Put an empty triton in its place for the time being, if there is none."""
     if importlib.util.find_spec("triton") is not None:
         yield
         return
@@ -141,6 +172,3 @@ class _Stub(ModuleType):
 
 def _decorate(*args: Any, **kwargs: Any) -> Any:
     return args[0] if args and callable(args[0]) else _decorate
-
-
-DURING_IMPORT = {_TRITON_USER: triton_stub_if_missing}

@@ -48,26 +48,7 @@ def build_trainer(layout: str) -> Trainer:
     parallel_state.initialize_model_parallel(tensor_parallel_size)
     torch.manual_seed(_SEED)
     tensor_parallel.model_parallel_cuda_manual_seed(_SEED, force_reset_rng=True)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        ffn_hidden_size=256,
-        tensor_model_parallel_size=tensor_parallel_size,
-        sequence_parallel=sequence_parallel,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        # Fused kernels need a GPU.
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-    )
+    config = _transformer_config(tensor_parallel_size, sequence_parallel)
     gpt = GPTModel(
         config,
         get_gpt_layer_local_spec(),
@@ -92,6 +73,29 @@ def build_trainer(layout: str) -> Trainer:
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = model.no_sync
     return Trainer(model, gpt, optimizer, _scheduler(optimizer))
+
+
+def _transformer_config(tensor_parallel_size: int, sequence_parallel: bool) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        ffn_hidden_size=256,
+        tensor_model_parallel_size=tensor_parallel_size,
+        sequence_parallel=sequence_parallel,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_cpu_initialization=True,
+        # Fused kernels need a GPU.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
 
 
 def _scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -56,6 +56,23 @@ def test_the_gradients_a_step_uses_are_those_of_the_last_accumulation():
     assert used.microbatch == -1
 
 
+def test_an_accumulation_belongs_to_the_micro_batch_of_its_forward():
+    # A pipeline schedule: both forwards run before the first backward.
+    model = make_model()
+    with recording(model, ()) as (guard, run):
+        losses = []
+        for k in range(2):
+            guard.microbatch(k)
+            losses.append(model(torch.ones(2, 3, dtype=torch.int64)).sum())
+        for loss in losses:
+            loss.backward()
+        guard.step()
+
+    assert [(e.microbatch, e.moment, e.call) for e in accumulated(run)] == [
+        (0, None, 0), (1, "before", 0), (1, None, 0),
+    ]  # fmt: skip
+
+
 def test_the_same_run_twice_is_identical():
     assert first_difference(run_accumulated(), run_accumulated()) is None
 

@@ -135,7 +135,7 @@ def test_scalars_are_kept_with_their_call(tmp_path):
         guard.scalar("loss", 2.0)
         guard.scalar("tokens", 7)
         guard.step()
-    found = Recorded(tmp_path / "run").find(role="scalar", phase="start")
+    found = Recorded(tmp_path / "run").find(role="scalar", phase="loss")
     scalars = [(e.boundary, e.call, e.dtype) for e in found if "optimizer" not in e.boundary]
     assert scalars == [("loss", 0, "float32"), ("loss", 1, "float64"), ("tokens", 0, "int64")]
 
@@ -248,6 +248,15 @@ def test_what_is_no_module_is_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         upguard_plugin.enable("gpt", None, {"output_dir": str(tmp_path / "run")})
     assert str(caught.value) == "cannot record a str: enable() takes an nn.Module or a list"
+
+
+def test_a_lazy_module_is_refused_until_it_has_its_parameters(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        upguard_plugin.enable(nn.LazyLinear(2), None, {"output_dir": str(tmp_path / "run")})
+    assert str(caught.value) == (
+        "cannot record a LazyLinear: it has parameters without a shape\n"
+        "  try  run one forward before enable()"
+    )
 
 
 def test_the_manifest_says_what_was_run(tmp_path):

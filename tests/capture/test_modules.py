@@ -530,3 +530,39 @@ def test_one_tensor_without_bytes_does_not_end_the_recording(tmp_path):
         "a tensor of 0",
         "a tensor of 1",
     }
+
+
+@pytest.mark.parametrize(
+    "value, recorded, note",
+    [
+        (torch.eye(3).to_sparse(), [("float32", (3, 3))], ""),
+        (torch.ones(2, dtype=torch.complex64).conj(), [("complex64", (2,))], ""),
+        (torch.empty(0), [("float32", (0,))], ""),
+        (torch.ones(2, 2, dtype=torch.float8_e4m3fn), [("float8_e4m3fn", (2, 2))], ""),
+        (torch.ones(2, 3).t(), [("float32", (3, 2))], ""),
+        (float("nan"), [("float64", ())], ""),
+        (10**30, [("int", (31,))], ""),
+        (None, [("none", (0,))], ""),
+        ("left", [("str", (4,))], ""),
+        (range(3), [], "arguments of class range were not recorded"),
+        (
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            [],
+            "a nested tensor of (root) was not recorded",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_odd_arguments_are_recorded_or_said(tmp_path, value, recorded, note):
+    model = nn.Identity()
+    run = recorded_modules(tmp_path / "run", model, lambda guard: model(value))
+    assert [(e.dtype, e.shape) for e in run.find(role="input")] == recorded
+    assert run.end.complete
+    assert (note in run.end.notes) == bool(note)
+
+
+def test_a_script_module_is_left_alone_and_said(tmp_path):
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    run = recorded_modules(tmp_path / "run", model, train(model, torch.ones(1, 2)))
+    assert {e.boundary for e in run.events} == {"(root)", "1"}
+    assert run.end.notes == ("0 was not recorded: a ScriptModule takes no hooks",)

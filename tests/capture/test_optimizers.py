@@ -224,6 +224,24 @@ def test_masters_are_matched_by_order_and_shape_or_numbered():
     assert match_masters([torch.ones(9)], parameters) == ["master0"]
 
 
+def test_a_master_that_its_parameter_points_to_takes_its_name():
+    # As Megatron does; by order alone two parameters of one shape would be confused.
+    first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    model = nn.Sequential(first, second)
+    for layer in (first, second):
+        layer.weight.main_param = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD([second.weight.main_param, first.weight.main_param], lr=0.1)
+    with recording(model, optimizer) as (guard, run):
+        model(torch.ones(2, 3))
+        guard.step()
+
+    masters = run.where(step=0, phase="start", role="master")
+    weights = {e.boundary: e.h for e in run.where(step=0, phase="start", role="param")}
+
+    assert [e.boundary for e in masters] == ["1.weight", "0.weight"]
+    assert {e.boundary: e.h for e in masters} == weights
+
+
 def run_resumed(swap):
     """Two optimizers, saved after step 1 and loaded into a new process's objects."""
 
@@ -291,6 +309,45 @@ def test_two_steps_of_one_optimizer_are_two_calls():
     assert [e.call for e in weights] == [0, 1]
 
 
+def run_gan():
+    """Two models, each with its optimizer, that step one after the other in every step."""
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(2, 4), nn.Linear(4, 1)
+    optimizers = [adamw(judge), adamw(maker)]
+    models = (("maker.", maker), ("judge.", judge))
+    generator = torch.Generator().manual_seed(1)
+    with recording(models, optimizers) as (guard, run):
+        for _ in range(2):
+            noise = torch.randn(3, 2, generator=generator)
+            made = maker(noise)
+            (judge(torch.ones(3, 4)).mean() - judge(made.detach()).mean()).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            judge(made).mean().backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            guard.step()
+    return run
+
+
+def test_optimizers_that_take_turns_are_recorded_in_turn():
+    run = run_gan()
+
+    assert first_difference(run, run_gan()) is None
+    phases = [(e.phase, e.boundary) for e in run.where(step=0, role="param")]
+    assert phases.index(("optimizer", "judge.weight")) < phases.index(("optimizer", "maker.weight"))
+    used = [e.boundary for e in run.where(step=0, phase="clip", role="grad")]
+    assert used == ["judge.weight", "judge.bias", "maker.weight", "maker.bias"]
+
+
+def test_gradients_left_over_from_another_optimizers_turn_are_found_at_the_next_start():
+    # The judge keeps the gradients that the maker's turn gave it.
+    run = run_gan()
+
+    left = {e.boundary for e in run.where(step=1, phase="start", role="grad")}
+    assert left == {"judge.weight", "judge.bias"}
+
+
 def test_lbfgs_with_its_closure_is_recorded():
     def run():
         model = make_model()
@@ -311,6 +368,8 @@ def test_lbfgs_with_its_closure_is_recorded():
     first = run()
     assert first_difference(first, run()) is None
     assert first.where(role="optimizer_state", slot="old_dirs.0")
+    phases = [e.phase for e in first.where(step=1)]
+    assert "start" not in phases[phases.count("start") :]
 
 
 class Wrapper:
@@ -384,3 +443,21 @@ def test_an_optimizer_of_other_parameters_is_none_of_ours():
 
     assert not run
     assert not run.writer.notes
+
+
+def test_an_optimizer_without_groups_is_said_to_be_unseen():
+    class Opaque:
+        def step(self):
+            """Writes nothing."""
+
+    model = make_model()
+    optimizer = Opaque()
+    with recording(model, optimizer) as (guard, run):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        guard.step()
+
+    assert run.writer.notes == ["Opaque has no param_groups: its state was not recorded"]
+    assert [e.boundary for e in run.where(phase="optimizer", role="param")] == [
+        "0.weight", "0.bias", "2.weight", "2.bias",
+    ]  # fmt: skip

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from tests.memory_run import MemoryRun, batch, edited, events, run
 from tests.toy_training import flip, train
 from upguard_plugin.compare.runs import compare_runs
@@ -148,14 +152,25 @@ def test_masters_that_were_not_refreshed_are_listed_from_the_first_on():
     assert {d.kind for d in verdict.concurrent} == {"optimizer"}
 
 
-def test_a_logged_scalar_alone_is_no_divergence():
+@pytest.mark.parametrize("phase", ["loss", "optimizer"])
+def test_a_logged_scalar_alone_is_no_divergence(phase):
     """The logger sums two losses; training itself is right."""
-    logged = MLP + "loss - scalar logged_loss/value {} float64 []\n"
+    logged = MLP + phase + " - scalar logged_loss/value {} float64 []\n"
 
     verdict = compared(logged.format("one"), logged.format("two"))
 
     assert answer(verdict) == "identical"
-    assert verdict.notes[-1].startswith("scalar logged_loss differs from step 0 on")
+    assert verdict.notes[-1] == (
+        "not used: logged_loss differs from step 0 on (rank 0), and nothing behind it does"
+    )
+
+
+def test_a_setting_of_the_optimizer_is_one_even_alone():
+    setting = MLP + "optimizer - scalar optimizer1.group0.lr/value {} float64 []\n"
+
+    verdict = compared(setting.format("1"), setting.format("2"))
+
+    assert answer(verdict) == "0 - optimizer optimizer1.group0.lr scalar optimizer"
 
 
 def test_a_scalar_with_differences_behind_it_is_one():
@@ -201,6 +216,44 @@ def test_draws_in_an_operation_without_a_name_are_rng():
         answer(compare_runs(run(text, NEXT), run(linear, other_state, name="target")))
         == "0 0 forward fc1 output forward"
     )
+
+
+def test_generators_that_nobody_draws_from_may_differ():
+    """Python's generator was not seeded, and nothing uses it."""
+    text = "start - rng rng.python/state {0}\n" + MLP + "optimizer - rng rng.python/state {1}\n"
+    quiet, other = text.format("p", "p"), text.format("q", "q")
+
+    unused = compare_runs(run(quiet, quiet), run(other, other, name="target"))
+    used = compare_runs(run(quiet, text.format("p", "p2")), run(other, text.format("q", "q2")))
+    between = compare_runs(run(quiet, text.format("p2", "p2")), run(other, text.format("q2", "q2")))
+    later = compare_runs(run(quiet, quiet), run(quiet, other, name="target"))
+
+    assert answer(unused) == "identical"
+    assert unused.notes[-1] == (
+        "not used: rng.python differs from step 0 on (rank 0), and nobody draws from it"
+    )
+    assert {answer(verdict) for verdict in (used, between, later)} == {
+        "1 - start rng.python rng rng"
+    }
+
+
+def test_what_a_call_drew_from_decides_for_rng():
+    """Modules that draw are recorded with the random state that they found."""
+    drew = "forward   0  rng drop/torch_cpu {}\n{}"
+    output = "forward   0  output  drop/out"
+    text = MLP.replace(output, drew.format("r0", output))
+    wrong = behind(text, "forward 0 output drop/out")
+    linear = behind(text, "forward 0 output fc1/out")
+    only_target = behind(text, "forward 0 output drop/out")
+    baseline = "\n".join(line for line in text.splitlines() if " rng drop" not in line)
+    baseline += "\nforward 0 rng head/torch_cpu r0\n"
+
+    other = compared(text, behind(text, "forward 0 rng drop/torch_cpu"))
+    assert answer(other) == "0 0 forward drop output rng"
+    assert "from which its call drew" in other.first_divergence.explanation
+    assert answer(compared(text, wrong)) == "0 0 forward drop output forward"
+    assert answer(compared(text, linear)) == "0 0 forward fc1 output forward"
+    assert answer(compared(baseline, only_target)) == "0 0 forward drop output rng"
 
 
 def test_dropout_with_equal_draws_is_not_rng():
@@ -409,6 +462,20 @@ def test_two_collectives_in_the_other_order_are_collective():
     assert answer(verdict).startswith("0 - grad_sync dp input collective")
 
 
+def test_collectives_may_complete_earlier_or_later():
+    call = "grad_sync - {0} all_reduce/0#{1} {2} group=0,1:{1} op=all_reduce_sum moment={3}\n"
+    launches = [call.format("input", i, f"g{i}", "launch") for i in (0, 1)]
+    results = [call.format("output", i, f"s{i}", "completion") for i in (0, 1)]
+    late, early = [*launches, *results], [launches[0], results[0], launches[1], results[1]]
+    first = "accumulate 0 grad w/grad g\n"
+
+    verdict = compare_runs(
+        two_ranks(*[first + "".join(late)] * 2), two_ranks(*[first + "".join(early)] * 2, name="t")
+    )
+
+    assert (answer(verdict), verdict.coverage.unmatched_target) == ("identical", 0)
+
+
 def test_a_bucket_overwritten_in_flight_is_collective():
     """The next gradient was copied into the buffer that is still being reduced."""
     flight = "grad_sync - input bucket/0 {} group=0,1:0 op=all_reduce_sum moment=completion\n"
@@ -540,6 +607,17 @@ def test_operators_of_one_side_only_are_not_missing_where_levels_differ():
     assert "level: op against module; compared is what both record" in verdict.notes
 
 
+def test_what_only_one_run_was_told_to_record_is_not_missing():
+    outputs = "\n".join(line for line in MLP.splitlines() if " grad " not in line)
+    told = {"config": {"roles": ["output"]}}
+
+    verdict = compare_runs(run(MLP), run(outputs, name="target", **told))
+
+    assert (answer(verdict), verdict.coverage.filtered) == ("identical", 1)
+    assert "roles: None against ['output']; compared is what both record" in verdict.notes
+    assert answer(compared(MLP, outputs)) == "0 0 accumulate fc1.weight grad structure"
+
+
 # What is not decided
 
 ENDED = {0: RankEnd(False, "killed or still running")}
@@ -625,6 +703,73 @@ def test_equal_digests_are_not_decoded():
     compare_runs(baseline, target)
 
     assert (baseline.num_reads, target.num_reads) == (1, 1)
+
+
+# Resumed runs
+
+
+def resumed(whole: MemoryRun, at: int, name: str = "resumed", iterations=False) -> MemoryRun:
+    """The steps of a run from `at` on, as another process records them: its steps start at 0."""
+    batches = [
+        replace(b, step=b.step - at, iteration=b.iteration if iterations else None)
+        for b in whole.batches[0].values()
+        if b.step >= at
+    ]
+    return MemoryRun({0: batches}, name)
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_a_resumed_run_is_compared_with_the_steps_it_repeats(iterations):
+    whole = train(num_steps=4)
+    for listed in whole.batches.values():
+        for step, made in listed.items():
+            listed[step] = replace(made, iteration=100 + step)
+    if not iterations:
+        whole = resumed(whole, 0, "whole")
+
+    clean = compare_runs(whole, resumed(whole, 2, iterations=iterations))
+    backwards = compare_runs(resumed(whole, 2, iterations=iterations), whole)
+
+    assert (answer(clean), clean.coverage.compared) == ("identical", 2 * 277)
+    assert clean.notes[0] == "program: 'whole' against 'resumed'".replace("whole", whole.path.name)
+    assert "resumed: step 2 of the baseline is step 0 of the target, rank 0" in clean.notes
+    assert answer(backwards) == "identical"
+
+
+def test_a_state_that_was_loaded_wrong_is_found_at_the_resumed_step():
+    """The optimizer's states were given to other parameters."""
+    whole = train(num_steps=4)
+    fault = flip("2/-/start/blocks.0.ln1.weight/optimizer_state")
+    wrong = resumed(train(num_steps=4, fault=fault), 2)
+
+    verdict = compare_runs(whole, wrong)
+
+    assert answer(verdict) == "2 - start blocks.0.ln1.weight optimizer_state optimizer"
+    assert "before anything was computed" in verdict.first_divergence.explanation
+
+
+def test_the_wrong_batch_after_a_resume_is_data():
+    """The loader is at the right place of the wrong shuffle."""
+    wrong = resumed(train(num_steps=4, fault=flip("2/0/data/input_ids/data")), 2)
+
+    assert answer(compare_runs(train(num_steps=4), wrong)) == "2 0 data input_ids data data"
+
+
+def test_a_resumed_run_that_ends_early_is_not_decided():
+    whole = train(num_steps=4)
+    short = resumed(MemoryRun({0: list(whole.batches[0].values())[:3]}, "short"), 1)
+
+    assert compare_runs(whole, short).exit_code == 3
+
+
+def test_other_weights_from_the_start_are_no_resume():
+    def reseeded(place, rank, value):
+        return value ^ 1 if place.startswith("-/-/init/") else value
+
+    verdict = compare_runs(train(), train(fault=reseeded, name="seed 2"))
+
+    assert answer(verdict) == "0 - start embed.weight param init"
+    assert len(verdict.concurrent) == 14
 
 
 def test_another_implementation_of_the_optimizer_counts_only_if_its_weights_differ():

@@ -7,13 +7,14 @@ ranks.close()
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,17 @@ class Ranks:
         """What the function returned on each rank. Raises AssertionError where one failed."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(TIMEOUT_S), f"rank {rank} did not answer within {TIMEOUT_S} s"
-            done, result = pipe.recv()
-            assert done, f"rank {rank} failed:\n{result}"
-            results.append(result)
-        return results
+        results: dict[int, Any] = {}
+        while len(results) < len(self._pipes):
+            waiting = [p for rank, p in enumerate(self._pipes) if rank not in results]
+            ready = wait(waiting, TIMEOUT_S)
+            assert ready, f"ranks did not answer within {TIMEOUT_S} s; {list(results)} did"
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                done, results[rank] = pipe.recv()
+                # The others may wait for this one for ever.
+                assert done, f"rank {rank} failed:\n{results[rank]}"
+        return [results[rank] for rank in range(len(self._pipes))]
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -80,9 +85,12 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, store: str) -> None:
             function, args = pipe.recv()
         except (EOFError, ConnectionResetError):
             break
+        # A rank that hangs says where before its process is ended.
+        faulthandler.dump_traceback_later(TIMEOUT_S - 10)
         try:
             answer = (True, function(*args))
         except Exception:
             answer = (False, traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import upguard_plugin
@@ -67,6 +68,7 @@ def test_kernels_are_compiled_in_memory_where_nothing_can_be_written(tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_processes_that_start_together_share_one_cache(tmp_path):
     site = copy_of_the_package(tmp_path)
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -75,10 +77,10 @@ def test_processes_that_start_together_share_one_cache(tmp_path):
 
     running = [
         subprocess.Popen(command, cwd=site, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     found = [process.communicate(timeout=300)[0].splitlines() for process in running]
 
     expected = fingerprint(torch.arange(1000.0)).hex
-    assert found == [[expected, ""]] * 3
+    assert found == [[expected, ""]] * 2
     assert list((site / "upguard_plugin" / "fingerprint" / "__pycache__").glob("cpu.hash_*.nbi"))

@@ -53,22 +53,15 @@ def test_memory_formats_do_not_matter():
     assert fingerprint(tensor.to(memory_format=torch.channels_last)) == fingerprint(tensor)
 
 
-def sparse_tensors():
-    dense = torch.zeros(6, 8)
-    dense[1, 2], dense[3, 4], dense[3, 5] = 1.0, 2.0, 3.0
-    return dense
-
-
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr"])
 def test_sparse_tensors_are_hashed_as_their_parts(layout):
     def make(dense):
         if layout == "bsr":
             return dense.to_sparse_bsr((2, 2))
-        return getattr(
-            dense, {"coo": "to_sparse", "csr": "to_sparse_csr"}.get(layout, "to_sparse_csc")
-        )()
+        return dense.to_sparse(layout=getattr(torch, f"sparse_{layout}"))
 
-    dense = sparse_tensors()
+    dense = torch.zeros(6, 8)
+    dense[1, 2], dense[3, 4], dense[3, 5] = 1.0, 2.0, 3.0
     found = fingerprint(make(dense))
     moved = dense.clone()
     moved[1, 2], moved[1, 3] = 0.0, 1.0

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fingerprint.tensors import DTYPES, random_tensor, reference
+from tests.fingerprint.tensors import random_tensor, reference
 from upguard_plugin.fingerprint.gpu import TritonSlots
 from upguard_plugin.fingerprint.parts import dense_parts, dtype_name
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.fingerprint.rows import plan_sweeps
 from upguard_plugin.placement import resolve_placement
 from upguard_plugin.records import Axis, Fingerprint, Layout
+
+
+# The kernels see bytes: one dtype of each size is enough here, the GPU benchmark has them all.
+SIZES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
 
 
 def planned(part):
@@ -32,11 +36,11 @@ def triton_hashes(tensors, placements=None, sketch_size=0):
     return pairs, measures
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-def test_every_dtype(dtype):
-    shapes = [(), (0,), (1,), (7,), (3, 5), (5, 6, 7), (3, 4099)]
+@pytest.mark.parametrize("dtype", SIZES, ids=dtype_name)
+def test_every_size_of_element(dtype):
+    shapes = [(), (0,), (7,), (5, 6, 7), (3, 2100)]
     tensors = [random_tensor(dtype, shape, seed) for seed, shape in enumerate(shapes)]
-    tensors += [tensors[4].t(), tensors[5].permute(2, 0, 1)[::2], tensors[6][:, 3:100]]
+    tensors += [tensors[3].permute(2, 0, 1)[::2], tensors[4][:, 3:100]]
 
     pairs, _ = triton_hashes(tensors)
 
@@ -48,7 +52,7 @@ def test_every_dtype(dtype):
 
 
 @pytest.mark.parametrize("spec", ["o[tp] i", "o i[tp]", "(2 f[tp]) h", "o[tp:zigzag] i"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.int64], ids=dtype_name)
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int64], ids=dtype_name)
 def test_placements(spec, dtype):
     tensor = random_tensor(dtype, (12, 5))
     layout = Layout((Axis("tp", 3, 1, (0, 1, 2)),))
@@ -62,9 +66,9 @@ def test_placements(spec, dtype):
 
 def test_measures_agree_with_the_cpu_kernel():
     generator = torch.Generator().manual_seed(0)
-    tensor = torch.randn(3, 1500, generator=generator)
+    tensor = torch.randn(3, 800, generator=generator)
     tensor[1, 7], tensor[2, 9] = torch.inf, torch.nan
-    tensors = [tensor, tensor.bfloat16(), tensor.double(), tensor.t(), tensor.nan_to_num().int()]
+    tensors = [tensor, tensor.bfloat16(), tensor.double(), tensor.t(), tensor.to(torch.float8_e5m2)]
     queue = FingerprintQueue(magnitudes=True, sketch_size=16)
     queue.put_many(tensors, sketch=True)
     expected = queue.take()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.utils._device
 from torch.distributed import device_mesh
 
+from upguard_plugin.errors import UsageError
 from upguard_plugin.launch.cpu_emulation import emulate_cuda
 from upguard_plugin.launch.cpu_emulation.distributed import _kept_until_sent, _on_gloo
 from upguard_plugin.launch.cpu_emulation.megatron import triton_stub_if_missing
@@ -41,8 +42,16 @@ def as_module(name: str, expression: str) -> object:
 
 
 def all_attributes() -> dict[str, dict[str, int]]:
-    """The identity of every attribute of every module, and of the classes that are patched."""
-    modules = {name: module for name, module in sys.modules.items() if hasattr(module, "__dict__")}
+    """The identity of every attribute of every module, and of the classes that are patched.
+
+    But for those of the test runner's own modules: they keep counts and clocks in theirs.
+    """
+    modules = {
+        name: module
+        for name, module in sys.modules.items()
+        if hasattr(module, "__dict__")
+        and name.partition(".")[0] not in ("hypothesis", "_pytest", "pytest")
+    }
     owners = modules | {str(cls): cls for cls in PATCHED_CLASSES}
     return {
         name: {key: id(value) for key, value in list(vars(owner).items())}
@@ -82,6 +91,16 @@ def test_an_inner_emulation_leaves_the_outer_one_alone(emulation):
     emulate_cuda().restore()
 
     assert torch.cuda.is_available()
+
+
+def test_a_real_gpu_is_not_replaced(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    attributes = all_attributes()
+
+    with pytest.raises(UsageError, match="sees a real GPU"):
+        emulate_cuda()
+
+    assert all_attributes() == attributes
 
 
 def test_clients_see_a_gpu_and_torch_does_not(emulation, monkeypatch):
@@ -271,6 +290,7 @@ def test_a_sent_storage_lives_until_the_send_is_complete():
 
 def test_a_missing_triton_is_stubbed_only_while_its_user_is_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "triton.language", raising=False)
 
     with triton_stub_if_missing():
         import triton
@@ -316,19 +336,19 @@ def fake_megatron(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_the_warm_up_draws_no_random_numbers(emulation, fake_megatron):
+def test_the_warm_up_draws_no_random_numbers(fake_megatron, emulation):
     from megatron.training.initialize import _warmup_jit_function
 
     _warmup_jit_function()
 
 
-def test_fused_kernels_run_no_nvcc(emulation, fake_megatron):
+def test_fused_kernels_run_no_nvcc(fake_megatron, emulation):
     from megatron.legacy.fused_kernels import load
 
     load(None)
 
 
-def test_the_dataset_helper_is_built_for_this_python(emulation, fake_megatron):
+def test_the_dataset_helper_is_built_for_this_python(fake_megatron, emulation):
     from megatron.core.datasets import utils
 
     before = dict(os.environ)
@@ -337,6 +357,26 @@ def test_the_dataset_helper_is_built_for_this_python(emulation, fake_megatron):
     assert utils.seen["MAKEFLAGS"] == f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
     assert utils.seen["PATH"].startswith(f"{Path(sys.executable).parent}{os.pathsep}")
     assert dict(os.environ) == before
+
+
+HALF_IMPORTED = """
+from upguard_plugin.errors import UsageError
+from upguard_plugin.launch.cpu_emulation import emulate_cuda
+
+emulation = emulate_cuda()
+
+def load(args):
+    raise RuntimeError("ran nvcc")
+"""
+
+
+def test_a_module_that_is_being_imported_is_mended_when_it_is_done(fake_megatron, tmp_path):
+    (tmp_path / "megatron" / "legacy" / "fused_kernels.py").write_text(HALF_IMPORTED)
+
+    from megatron.legacy import fused_kernels
+
+    with fused_kernels.emulation:
+        fused_kernels.load(None)
 
 
 def test_a_module_imported_before_is_mended_and_restored(fake_megatron):
@@ -355,7 +395,7 @@ from upguard_plugin.launch.cpu_emulation import install
 install()
 install()
 assert "torch" not in sys.modules
-assert len([f for f in sys.meta_path if type(f).__name__ == "_EmulationFinder"]) == 1
+assert len([f for f in sys.meta_path if type(f).__name__ == "TritonStubFinder"]) == 1
 
 import torch
 

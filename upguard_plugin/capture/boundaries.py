@@ -22,6 +22,15 @@ from upguard_plugin.capture.names import ParameterNames, is_wrapper
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.records import Source
 
+# Looking at the generators around every call would cost as much as all else that a call costs.
+_NEVER_DRAW = frozenset(
+    {
+        nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv1d, nn.Conv2d, nn.BatchNorm1d,
+        nn.BatchNorm2d, nn.GroupNorm, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax,
+        nn.Identity, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d, nn.CrossEntropyLoss, nn.MSELoss,
+    }
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boundary:
@@ -32,6 +41,7 @@ class Boundary:
     source: Source | None  # where its forward is defined
     parameters: tuple[tuple[str, str], ...]  # (canonical name, attribute) of those it owns itself
     is_loss: bool
+    may_draw: bool  # random numbers: False for classes of torch that never do
     recorded: bool  # False: a model's root that is hooked to know the phase only
 
 
@@ -46,6 +56,10 @@ def find_boundaries(
         if id(module) in known:
             continue
         known.add(id(module))
+        if isinstance(module, torch.jit.ScriptModule):
+            known.update(id(part) for part in module.modules())
+            notes.append(f"{name} was not recorded: a ScriptModule takes no hooks")
+            continue
         if is_compiled(module):
             known.update(id(part) for part in module.modules())
             notes.append(f"inside {name} nothing was recorded: it is compiled")
@@ -60,11 +74,7 @@ def find_boundaries(
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module's inside runs as compiled code that hooks must not enter."""
-    return (
-        type(module).__name__ == "OptimizedModule"
-        or module._compiled_call_impl is not None
-        or isinstance(module, torch.jit.ScriptModule)
-    )
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
 def _boundary(name: str, module: nn.Module, names: ParameterNames, recorded: bool) -> Boundary:
@@ -75,7 +85,9 @@ def _boundary(name: str, module: nn.Module, names: ParameterNames, recorded: boo
     )
     operator = type(module).__name__
     is_loss = operator.endswith("Loss") or isinstance(module, nn.modules.loss._Loss)
-    return Boundary(name, operator, source_of(type(module)), parameters, is_loss, recorded)
+    source = source_of(type(module))  # type: ignore[arg-type]
+    may_draw = type(module) not in _NEVER_DRAW
+    return Boundary(name, operator, source, parameters, is_loss, may_draw, recorded)
 
 
 @lru_cache(maxsize=4096)

@@ -86,7 +86,10 @@ class DataProbe:
         self._record_leaves(found, 0, "eval" if evaluates else "data")
 
     def _record_leaves(self, found: list[tuple[str, Any]], batch_dim: int, phase: str) -> None:
-        found = [(name, _as_tensor(leaf)) for name, leaf in found]
+        nested = [name for name, leaf in found if isinstance(leaf, Tensor) and leaf.is_nested]
+        for boundary in nested:
+            self.recorder.note(f"{boundary}: its batch is a nested tensor and is not seen")
+        found = [(name, _as_tensor(leaf)) for name, leaf in found if name not in nested]
         num_samples = _num_samples([t for _, t in found if isinstance(t, Tensor)], batch_dim)
         for boundary, leaf in found:
             call = self._guard.position.next_call(boundary)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from upguard_plugin.capture.modules import Call
     from upguard_plugin.records import Placement
 
+FIRST_LIMIT = 4096  # tensors to remember before those that are gone are looked for
+
 _OF_GRADIENT = {"input": "grad_input", "output": "grad_output"}
 
 
@@ -57,14 +59,17 @@ class Flow:
 
     def __init__(self, guard: Guard) -> None:
         self.recorder = guard.recorder
-        self.backward_microbatch = NONE  # of the forward whose gradients are flowing
         self._guard = guard
         self._seen: dict[int, Seen] = {}
+        self._limit = FIRST_LIMIT
         self._kinds: dict[tuple, tuple[int, Placement | None]] = {}
 
     def record(self, call: Call, role: str, slot: str, tensor: torch.Tensor) -> None:
         """Record a tensor at a boundary, and have its gradient recorded when it comes."""
         boundary = call.boundary
+        if tensor.is_nested:  # it has no shape
+            self.recorder.note(f"a nested tensor of {boundary.name} was not recorded")
+            return
         key, placement = self._kind_of(boundary, call.phase, role, slot, tensor)
         seen = self._seen_of(tensor)
         seq = self.recorder.record_as(
@@ -98,7 +103,12 @@ class Flow:
         for seen in self._seen.values():
             _release_leaf(seen)
         self._seen.clear()
-        self.backward_microbatch = NONE
+
+    def prune(self) -> None:
+        """Forget tensors that are gone, where many have been: an evaluation may be long."""
+        if len(self._seen) > self._limit:
+            self._seen = {key: s for key, s in self._seen.items() if s.tensor() is not None}
+            self._limit = max(FIRST_LIMIT, 2 * len(self._seen))
 
     def detach(self) -> None:
         """Take all hooks from tensors that still live."""
@@ -129,7 +139,7 @@ class Flow:
         # No return value: anything but None would replace the gradient.
         if not self.recorder.active or not crossings:
             return
-        self.backward_microbatch = crossings[-1].microbatch
+        self._guard.position.backward_microbatch = crossings[-1].microbatch
         self._guard.position.phase = "backward"
         same, placed = NONE, None
         for crossing in reversed(crossings):  # the consumer passes a gradient before the producer

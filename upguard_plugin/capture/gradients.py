@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot, readable
 from upguard_plugin.records import Placement
+from upguard_plugin.trace.batch import NONE
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
@@ -119,13 +120,14 @@ class GradientProbe:
         if self._step != position.step:
             self._step = position.step
             self._accumulated.clear()
-        call = position.calls[name, position.microbatch]
+        microbatch = self._microbatch()
+        call = position.calls[name, microbatch]
         if parameter.grad is not None:
             self._record(name, "grad", parameter.grad, "before", call)
         elif name in self._accumulated and not hasattr(parameter, "main_grad"):
             self.recorder.record_bytes(
                 name, b"", role="grad", slot="grad", dtype="none", phase="accumulate",
-                moment="before", call=call,
+                moment="before", call=call, microbatch=microbatch,
             )  # fmt: skip
 
     @shielded
@@ -134,7 +136,9 @@ class GradientProbe:
             return
         self._complete = False
         self._accumulated.add(name)
-        call = self._guard.position.next_call(name)
+        calls, place = self._guard.position.calls, (name, self._microbatch())
+        call = calls[place]
+        calls[place] = call + 1
         main_grad = getattr(parameter, "main_grad", None)
         # Where a kernel has added to `main_grad` itself, `.grad` is a dummy without a value.
         fused = main_grad is not None and getattr(parameter, "grad_added_to_main_grad", False)
@@ -145,10 +149,17 @@ class GradientProbe:
             moment = "after" if fused else "before"
             self._record(name, "main_grad", main_grad, moment, call)
 
+    def _microbatch(self) -> int:
+        """Of the forward that the gradients come from: schedules interleave micro-batches."""
+        position = self._guard.position
+        flowing = position.backward_microbatch
+        return position.microbatch if flowing == NONE else flowing
+
     def _record(self, name: str, role: str, grad: Tensor, moment: str | None, call: int) -> None:
         tensor = readable(grad)
         self.recorder.record(
             name, tensor, role=role, slot=role, phase="accumulate", moment=moment, call=call,
+            microbatch=self._microbatch(),
             placement=self._partial_placement(name, role, tensor),
         )  # fmt: skip
 

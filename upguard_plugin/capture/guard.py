@@ -19,11 +19,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.collectives import CollectiveProbe
+from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
+from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
 from upguard_plugin.capture.operators.probe import OperatorProbe
@@ -67,12 +70,13 @@ def enable(
     """
     settings = load_config(config)
     rank, world_size = find_rank()
-    models = _named_models(model)
+    models = named_models(model)
     optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     optimizers = tuple(o for o in optimizers if o is not None)
     place = layout_of(layout, rank, world_size)
     rules = Placements(placements, place)
-    names = ParameterNames(models, tied)
+    stages = place.axis("pp")
+    names = ParameterNames(models, tied, whole=stages is None or stages.size == 1)
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
@@ -131,7 +135,12 @@ class Guard:
         self.probes = [self._states, self._batches, ModuleProbe(self)]
         if torch.distributed.is_available() and not CollectiveProbe.in_use():
             owners = [ParameterOwner(self.names.parameters)]
-            self.probes.append(CollectiveProbe(self.recorder, owners=owners))
+            reducers = [
+                ReducerBuckets(model, self.names.of)
+                for _, model in self.models
+                if isinstance(model, DistributedDataParallel)
+            ]
+            self.probes.append(CollectiveProbe(self.recorder, owners=owners, reducers=reducers))
         if self.config.level == "op":
             self.probes.append(OperatorProbe(self))
         for probe in self.probes:
@@ -191,11 +200,15 @@ class Guard:
             return
         self.begin_step_if_needed()
         call = self.position.next_call(f"{name}:scalar")
+        # What a loop says of itself may be for its log only; the phases of the training's own
+        # scalars (learning rate, gradient norm) are for those that it surely uses.
+        phase = self.position.phase
+        phase = "loss" if phase in ("start", "clip", "optimizer") else phase
         if not isinstance(value, torch.Tensor):
-            self.recorder.record_number(name, value, call=call)
+            self.recorder.record_number(name, value, call=call, phase=phase)
             return
         number = _number_in(value) if value.is_cpu and value.numel() == 1 else None
-        self.recorder.record(name, value, role="scalar", call=call, value=number)
+        self.recorder.record(name, value, role="scalar", call=call, value=number, phase=phase)
 
     @shielded
     def observe(
@@ -282,19 +295,3 @@ def _number_in(tensor: torch.Tensor) -> float | None:
     with _disable_current_modes():  # no mode of the user's, nor of ours, sees this read
         number = tensor.detach().item()
     return None if isinstance(number, complex) else float(number)
-
-
-def _named_models(model: nn.Module | Sequence[nn.Module]) -> Models:
-    """(prefix, model) of each: no prefix for a single one, `model0.`, `model1.`, ... for several.
-
-    Raises ConfigError for anything but modules.
-    """
-    models = tuple(model) if isinstance(model, (list, tuple)) else (model,)
-    for given in models:
-        if not isinstance(given, nn.Module):
-            raise ConfigError(
-                f"cannot record a {type(given).__name__}: enable() takes an nn.Module or a list"
-            )
-    if len(models) == 1:
-        return (("", models[0]),)
-    return tuple((f"model{i}.", m) for i, m in enumerate(models))

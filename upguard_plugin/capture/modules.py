@@ -103,7 +103,8 @@ class ModuleProbe:
             self.recorder.note(f"arguments of class {name} were not recorded")
         if boundary.parameters and self._guard.config.weights_in_use != "off":
             self._record_weights(call, module)
-        call.random = look()
+        if boundary.may_draw:
+            call.random = look()
 
     @shielded
     def _after(
@@ -130,7 +131,7 @@ class ModuleProbe:
         phase = outer.phase if outer else self._enter(boundary, module, grad)
         microbatch = outer.microbatch if outer else self._position.microbatch
         if phase == "recompute":
-            microbatch = outer.microbatch if outer else self._flow.backward_microbatch
+            microbatch = outer.microbatch if outer else self._position.backward_microbatch
             number = self._recompute.match(boundary.name, microbatch)
             if number is None:
                 number = max(self._position.calls[boundary.name, microbatch] - 1, 0)
@@ -149,6 +150,7 @@ class ModuleProbe:
         self._guard.begin_step_if_needed()
         if self._step != self._position.step:
             self._begin_step()
+        self._flow.prune()
         if not module.training or not grad:
             phase = "eval"
         elif boundary.is_loss and self._position.phase == "loss":

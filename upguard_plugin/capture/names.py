@@ -35,7 +35,9 @@ Models = tuple[tuple[str, nn.Module], ...]
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether the module only forwards to the one inside, under a name that is dropped."""
-    return _is_wrapper_class(type(module)) and not WRAPPERS.isdisjoint(module._modules)
+    # mypy takes a class for as hashable as its instances.
+    is_wrapper_class = _is_wrapper_class(type(module))  # type: ignore[arg-type]
+    return is_wrapper_class and not WRAPPERS.isdisjoint(module._modules)
 
 
 @lru_cache(maxsize=4096)
@@ -46,29 +48,39 @@ def _is_wrapper_class(cls: type) -> bool:
 class ParameterNames:
     """Canonical names of everything in the models. `refresh` after the models have changed."""
 
-    def __init__(self, models: Models, tied: Sequence[Sequence[str]] | None = None) -> None:
-        self._models = models
-        self._tied = tuple(tuple(names) for names in tied or ())
-        self.roots = tuple(prefix.removesuffix(".") or ROOT for prefix, _ in models)
-        self.refresh()
+    def __init__(
+        self,
+        models: Models,
+        tied: Sequence[Sequence[str]] | None = None,
+        *,
+        whole: bool = True,
+    ) -> None:
+        """tied: lists of names of one parameter, the canonical one first.
 
-    def refresh(self) -> None:
-        """Read the models again: parameters may have been replaced.
-
-        Raises ConfigError if `tied` names a parameter that no model has.
+        whole: the models have all parameters; a pipeline stage need not have what `tied` names.
+        Raises ConfigError if `tied` names a parameter that a whole model does not have.
         """
+        self._models = models
+        self._whole = whole
+        self._tied = tuple(tuple(names) for names in tied or ())
         self.modules: dict[str, nn.Module] = {}  # the innermost of each name
         self.parameters: dict[str, nn.Parameter] = {}  # by canonical name
         self.buffers: dict[str, torch.Tensor] = {}  # also those that are not persistent
         self.aliases: dict[str, tuple[str, ...]] = {}  # canonical name -> its other names
         self._by_id: dict[int, str] = {}
-        self._owned: dict[int, str] = {}
+        self.roots = tuple(prefix.removesuffix(".") or ROOT for prefix, _ in models)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the models again: parameters may have been replaced."""
+        for table in (self.modules, self.parameters, self.buffers, self.aliases, self._by_id):
+            table.clear()  # in place: others hold these tables
         canonical = {name: names[0] for names in self._tied for name in names}
         for name, module in self.walk():
             self._add_module(name, module, canonical)
         known = {*self.parameters, *(n for names in self.aliases.values() for n in names)}
         for name in canonical:
-            if name not in known:
+            if self._whole and name not in known:
                 raise ConfigError(
                     f"tied names a parameter that no model has: {name!r}",
                     remedy="names are those of model.named_parameters(), without `module.`",

@@ -70,6 +70,9 @@ class OptimizerProbe:
         ]
         for watched in self._watched:
             optimizer = watched.optimizer
+            if not hasattr(optimizer, "param_groups"):
+                kind = type(optimizer).__name__
+                self.recorder.note(f"{kind} has no param_groups: its state was not recorded")
             if not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "step"):
                 self._handles.append(_replace_step(self, optimizer))
 
@@ -92,8 +95,10 @@ class OptimizerProbe:
 
     @shielded
     def _before_step(self, optimizer: Any, _args: Any = (), _kwargs: Any = None) -> None:
-        self._depth += 1
         watched = self._find(optimizer)
+        if watched is not None and self._depth == 0:
+            self._guard.begin_step_if_needed()  # LBFGS runs the first forward inside its step
+        self._depth += 1
         if watched is None or self._depth > 1 or not self.recorder.active:
             return
         position = self._guard.position
@@ -126,7 +131,7 @@ class OptimizerProbe:
             if watched.optimizer is optimizer:
                 return watched
         owned = (self._guard.names.of(p) for p in _parameters_of(optimizer))
-        if self._depth > 1 or not any(owned):
+        if self._depth > 0 or not any(owned):
             return None
         number = len(self._watched) or ""
         self._watched.append(Watched(f"optimizer{number}", optimizer))
@@ -154,7 +159,7 @@ class OptimizerProbe:
             now.value(name, "optimizer_state", slot, value)
 
     def _record_groups(self, now: Snapshot, watched: Watched, *, membership: bool) -> None:
-        for index, group in enumerate(watched.optimizer.param_groups):
+        for index, group in enumerate(getattr(watched.optimizer, "param_groups", ())):
             boundary = f"{watched.name}.group{index}"
             if membership:
                 names = sorted(self.name_of(p) or "?" for p in group["params"])
@@ -221,7 +226,7 @@ def _leaves(state: Any) -> list[tuple[str, Any]]:
 
 
 def _parameters_of(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def _innermost(optimizer: Any) -> Any:

@@ -23,6 +23,7 @@ class Position:
     step: int = 0
     iteration: int | None = None
     microbatch: int = NONE
+    backward_microbatch: int = NONE  # of the forward whose gradients are flowing
     phase: str = "start"
     module: str = ""  # the innermost module whose forward is running; the next two are of its call
     module_call: int = 0
@@ -59,6 +60,6 @@ class Position:
         """Move to the start of the next step."""
         self.step += 1
         self.iteration = None if self.iteration is None else self.iteration + 1
-        self.microbatch = NONE
+        self.microbatch = self.backward_microbatch = NONE
         self.phase = "start"
         self.calls.clear()

@@ -3,47 +3,36 @@
 In:  `record` calls from probes and adapters, in program order, from any thread.
 Out: one `EventBatch` per step, handed to the rank's writer on a background thread.
 
-A row holds numbers only: what an event *is* (its `EventKey`) is interned. The fingerprint is taken
-by the queue, on the tensor's own device and stream; a row names its slot of the queue, so nothing
-waits for a device before the step ends.
+The fingerprint is taken by the queue, on the tensor's own device and stream; a row names its slot
+of the queue, so nothing waits for a device before the step ends.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from upguard_plugin.capture.deferred import DeferredRows, Ticket
 from upguard_plugin.capture.position import Position
+from upguard_plugin.capture.rows import Rows, Wire
 from upguard_plugin.capture.storages import Storage, Storages, extent_of, look
 from upguard_plugin.capture.tensors import as_bytes
 from upguard_plugin.errors import UnsupportedTensorError
-from upguard_plugin.fingerprint.queue import FingerprintQueue, Hashes
-from upguard_plugin.records import ROLES, EventKey, Group, Placement, Source
+from upguard_plugin.fingerprint.queue import FingerprintQueue
+from upguard_plugin.records import ROLES, Group, Placement, Source
 from upguard_plugin.trace.batch import NONE, EventBatch
 
-_FIELDS = ("key", "microbatch", "call", "producer", "slot")
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
+__all__ = ["Recorder", "Ticket", "Wire", "Writer"]
+
 Entry = tuple[str, torch.Tensor, Placement | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """Where an event stands in the order between ranks (collectives and send/recv)."""
-
-    group_seq: int = NONE
-    peer: int = NONE
-    tag: int = NONE
-    pair_seq: int = NONE
 
 
 class Writer(Protocol):
@@ -69,12 +58,7 @@ class Recorder:
         self._queue = queue_
         self._deferred = DeferredRows(FingerprintQueue(), writer.note)
         self._lock = threading.RLock()
-        self._ids: dict[tuple[Any, ...], int] = {}
-        self._keys: list[EventKey] = []
-        self._rows = array("q")
-        self._wires: list[tuple[int, Wire]] = []
-        self._values: list[tuple[int, float]] = []
-        self._first_seq = 0
+        self._rows = Rows()
         self._noted: set[str] = set()
         self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
         self.phases_left_out: frozenset[str] = frozenset()
@@ -120,12 +104,12 @@ class Recorder:
         )  # fmt: skip
         with self._lock:
             seq = self.record_as(
-                self._key_of(parts), tensor, placement, microbatch, call, producer, same_as
+                self._rows.key_of(parts), tensor, placement, microbatch, call, producer, same_as
             )
             if seq != NONE and wire is not None:
-                self._wires.append((seq - self._first_seq, wire))
+                self._rows.set_wire(seq, wire)
             if seq != NONE and value is not None:
-                self._values.append((seq - self._first_seq, value))
+                self._rows.set_value(seq, value)
             return seq
 
     def key_of(
@@ -144,7 +128,7 @@ class Recorder:
             operator, moment, placement, None, None, source,
         )  # fmt: skip
         with self._lock:
-            return self._key_of(parts)
+            return self._rows.key_of(parts)
 
     def record_as(
         self, key: int, tensor: torch.Tensor, placement: Placement | None = None,
@@ -158,14 +142,14 @@ class Recorder:
         if key == NONE:
             return NONE
         with self._lock:
-            if same_as >= self._first_seq:
-                taken, writer = self._rows[(same_as - self._first_seq + 1) * len(_FIELDS) - 1], NONE
+            if same_as >= self._rows.first_seq:
+                taken, writer = self._rows.slot_of(same_as), NONE
             else:
                 taken, writer = self._fingerprint(key, tensor, placement, storage)
             if taken == NONE:
                 return NONE
             producer = writer if producer == NONE else producer
-            return self._first_seq + self._add_row(key, microbatch, call, producer, taken)
+            return self._add(key, microbatch, call, producer, taken)
 
     def reserve(
         self,
@@ -183,26 +167,37 @@ class Recorder:
         op: str | None = None,
         wire: Wire | None = None,
         source: Source | None = None,
-    ) -> Ticket:
+    ) -> Ticket | None:
         """Add the event of a tensor whose contents are not valid yet; they are not read.
 
         The event stands here in program order; `fill` or `cancel` must follow, from any thread.
+        Returns None where nothing was added: the role is not selected.
         """
+        if role in self._left_out:
+            return None
         parts = (
             boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
             operator, moment, placement, group, op, source,
         )  # fmt: skip
         with self._lock:
             taken = self._queue.put_words(0)
-            row = self._add_row(self._key_of(parts), None, call, NONE, taken)
+            seq = self._add(self._rows.key_of(parts), None, call, NONE, taken)
             if wire is not None:
-                self._wires.append((row, wire))
-            return self._deferred.reserve(row, boundary, placement)
+                self._rows.set_wire(seq, wire)
+            storage = None if self.storages is None else self.storages.find(tensor)
+            if self.storages is not None and storage is not None and role == "output":
+                self.storages.lose_sight(tensor)
+                storage.note_writer(extent_of(tensor), seq)
+            return self._deferred.reserve(seq - self._rows.first_seq, boundary, placement)
 
     def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Take the fingerprint of `tensor` now for a reserved event, as `record` does."""
-        with torch._C._DisableTorchDispatch():
-            self._deferred.fill(ticket, tensor)
+        try:
+            with torch._C._DisableTorchDispatch():
+                self._deferred.fill(ticket, tensor)
+        except UnsupportedTensorError as error:
+            self.note(f"a tensor of {ticket.boundary} was not recorded: {error.sentence}")
+            self._deferred.cancel(ticket)
 
     def cancel(self, ticket: Ticket) -> None:
         """Say that a reserved event will never have its tensor; a note in the trace names it."""
@@ -233,7 +228,7 @@ class Recorder:
                     boundary, phase, role, slot, tensor.dtype, tensor.shape,
                     operator, None, placement, None, None, None,
                 )  # fmt: skip
-                self._add_row(self._key_of(parts), None, 0, NONE, taken)
+                self._add(self._rows.key_of(parts), None, 0, NONE, taken)
 
     def record_bytes(
         self, boundary: str, data: bytes, *, role: str, slot: str = "0", dtype: str = "uint8",
@@ -249,9 +244,7 @@ class Recorder:
         )  # fmt: skip
         with self._lock:
             taken = self._queue.put_bytes(data)
-            return self._first_seq + self._add_row(
-                self._key_of(parts), microbatch, call, NONE, taken
-            )
+            return self._add(self._rows.key_of(parts), microbatch, call, NONE, taken)
 
     def record_number(
         self, boundary: str, value: float, *, role: str = "scalar", slot: str = "0",
@@ -267,7 +260,10 @@ class Recorder:
         kind = next((k for k in _NUMBER_TYPES if isinstance(value, k)), float)
         tensor, view = self._numbers[kind]
         with self._lock:
-            # Written through numpy: an operator of torch here would be seen by dispatch modes.
+            # Written through numpy: an operator of torch here would be seen by dispatch modes. So
+            # nobody knows of the write, and a hash of it must not be used again.
+            if self.storages is not None:
+                self.storages.lose_sight(tensor)
             view[()] = value
             return self.record(
                 boundary, tensor, role=role, slot=slot, phase=phase, call=call,
@@ -333,11 +329,11 @@ class Recorder:
         if storages is not None and storage is None:
             storage = storages.find(tensor)
         if storages is None or storage is None:
-            return self._put(self._keys[key].boundary, tensor, placement), NONE
+            return self._put(self._rows.boundary_of(key), tensor, placement), NONE
         view = look(tensor) if placement is None else (look(tensor), id(placement))
         slot = storage.known.get(view)
         if slot is None or storages.is_due():
-            slot = self._put(self._keys[key].boundary, tensor, placement)
+            slot = self._put(self._rows.boundary_of(key), tensor, placement)
             if storage.in_sight and slot != NONE:
                 storage.known[view] = slot
         return slot, storage.writer_of(extent_of(tensor))
@@ -353,7 +349,7 @@ class Recorder:
             return NONE
 
     def _put_many(self, entries: Sequence[Entry], phase: str) -> Sequence[int]:
-        slots = [self._slot_of_writer(tensor, phase) for _, tensor, _ in entries]
+        slots = [self._slot_of_writer(entry, phase) for entry in entries]
         fresh = [entry for entry, slot in zip(entries, slots, strict=True) if slot == NONE]
         try:
             with torch._C._DisableTorchDispatch():
@@ -363,69 +359,25 @@ class Recorder:
         hashed = iter(taken)
         return [next(hashed) if slot == NONE else slot for slot in slots]
 
-    def _slot_of_writer(self, tensor: torch.Tensor, phase: str) -> int:
+    def _slot_of_writer(self, entry: Entry, phase: str) -> int:
         """The slot of a tensor that an operator wrote in this very phase, as far as is known."""
+        _, tensor, placement = entry
         storage = None if self.storages is None else self.storages.find(tensor)
-        if storage is None or storage.written_in != phase:
+        if storage is None or storage.written_in != phase or placement is not None:
             return NONE
         return storage.known.get(look(tensor), NONE)
 
-    def _key_of(self, parts: tuple[Any, ...]) -> int:
-        # Placements, groups and sources are slow to hash for every event; the key table keeps each
-        # of them alive, so its id stays its own.
-        identity = (*parts[:8], id(parts[8]), id(parts[9]), parts[10], id(parts[11]))
-        key = self._ids.get(identity)
-        if key is None:
-            dtype, shape = str(parts[4]).removeprefix("torch."), tuple(parts[5])
-            key = self._ids[identity] = len(self._keys)
-            self._keys.append(EventKey(*parts[:4], dtype, shape, *parts[6:]))
-        return key
-
-    def _add_row(
-        self, key: int, microbatch: int | None, call: int, producer: int, taken: int
-    ) -> int:
+    def _add(self, key: int, microbatch: int | None, call: int, producer: int, taken: int) -> int:
         if microbatch is None:
             microbatch = self.position.microbatch
-        rows = self._rows
-        rows.extend((key, microbatch, call, producer, taken))
-        return len(rows) // len(_FIELDS) - 1
+        return self._rows.add(key, microbatch, call, producer, taken)
 
     def _take_batch(self, mark: str | None) -> EventBatch | None:
         hashes = self._queue.take()
         if self.storages is not None:
             self.storages.forget_hashes()  # slots are numbered anew in each step
-        rows = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, len(_FIELDS))
-        columns = {name: rows[:, i] for i, name in enumerate(_FIELDS)}
-        hashes = _rows_of(hashes, columns["slot"])
-        num = len(rows)
-        self._rows = array("q")
-        wires, self._wires = self._wires, []
-        values, self._values = self._values, []
-        first_seq, self._first_seq = self._first_seq, self._first_seq + num
-        if not num or not self.active:
-            return None
-        has_producer = bool((columns["producer"] != NONE).any())
-        return EventBatch(
-            step=self.position.step,
-            iteration=self.position.iteration,
-            mark=mark,
-            keys=self._keys,
-            key=columns["key"].astype(np.int32),
-            seq=np.arange(first_seq, first_seq + num, dtype=np.int64),
-            microbatch=columns["microbatch"].astype(np.int32),
-            call=columns["call"].astype(np.int32),
-            h=hashes.h,
-            s=hashes.s,
-            producer=columns["producer"].copy() if has_producer else None,
-            value=_sparse(num, np.nan, np.float64, values),
-            nonfinite=hashes.nonfinite,
-            max_abs=hashes.max_abs,
-            sketch=hashes.sketch,
-            group_seq=_sparse(num, NONE, np.int64, ((r, w.group_seq) for r, w in wires)),
-            peer=_sparse(num, NONE, np.int32, ((r, w.peer) for r, w in wires)),
-            tag=_sparse(num, NONE, np.int32, ((r, w.tag) for r, w in wires)),
-            pair_seq=_sparse(num, NONE, np.int64, ((r, w.pair_seq) for r, w in wires)),
-        )
+        batch = self._rows.take(hashes, self.position, mark)
+        return batch if self.active else None
 
     def _drain(self) -> None:
         while (batch := self._batches.get()) is not None:
@@ -445,24 +397,3 @@ def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
     with torch._C._DisableTorchDispatch():  # for no mode to see
         tensor = torch.zeros((), dtype=dtype, device="cpu")
         return tensor, tensor.numpy()
-
-
-def _rows_of(hashes: Hashes, slots: np.ndarray) -> Hashes:
-    """One row per event: events may share a slot."""
-    if np.array_equal(slots, np.arange(len(hashes))):
-        return hashes  # every event has its own slot, in order
-    columns = (hashes.h, hashes.s, hashes.nonfinite, hashes.max_abs, hashes.sketch)
-    return Hashes(*(None if column is None else column[slots] for column in columns))
-
-
-def _sparse(
-    num: int, default: float, dtype: type, entries: Iterable[tuple[int, float]]
-) -> np.ndarray | None:
-    """A column with a value in the given rows only; None if no row has one."""
-    rows = [(row, value) for row, value in entries if value != default or value != value]
-    if not rows:
-        return None
-    column = np.full(num, default, dtype)
-    for row, value in rows:
-        column[row] = value
-    return column

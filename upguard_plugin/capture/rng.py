@@ -38,8 +38,11 @@ def read_generators(
     for index, generator in enumerate(torch.cuda.default_generators):
         yield f"rng.cuda{index}", generator_state(generator)
     for name, module in modules.items():
+        # By type: modules have many attributes, and isinstance asks the class's metaclass.
+        if torch.Generator not in map(type, vars(module).values()):
+            continue
         for attribute, value in vars(module).items():
-            if isinstance(value, torch.Generator):
+            if type(value) is torch.Generator:
                 path = attribute if name == "(root)" else f"{name}.{attribute}"
                 yield f"rng.{path}", generator_state(value)
     for name, source in sources.items():

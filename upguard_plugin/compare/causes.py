@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from upguard_plugin.compare.evidence import (
     Scene,
     baseline_draws,
+    draws_of,
     has_local_gradients,
     inputs_equal_of,
     is_stale,
@@ -24,18 +24,7 @@ from upguard_plugin.compare.evidence import (
 )
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective
 from upguard_plugin.records import EventKey
-
-Kind = Literal[
-    "data",
-    "rng",
-    "init",
-    "forward",
-    "backward",
-    "collective",
-    "optimizer",
-    "structure",
-    "nondeterminism",
-]
+from upguard_plugin.verdict import Kind
 
 # Modules and operators whose output depends on random draws.
 _RANDOM = re.compile(
@@ -106,7 +95,9 @@ def _state_at_start(scene: Scene) -> tuple[Kind, str] | None:
         )
     if key.role in ("input", "output"):
         return None  # of an operator that ran since the last step
-    if key.role in ("optimizer_state", "master", "scalar", "grad", "main_grad"):
+    if key.role in ("grad", "main_grad"):
+        return "backward", lacking or "at the start: it was left over from before"
+    if key.role in ("optimizer_state", "master", "scalar"):
         return "optimizer", lacking or (
             "at the start, before anything was computed" if first else _since_step_end(scene)
         )
@@ -172,14 +163,24 @@ def _random(scene: Scene) -> tuple[Kind, str] | None:
         return None
     if scene.finding.what != "value":
         return None
-    parted = rng_parted(scene)
+    draws = draws_of(scene)
+    if draws == "other":
+        return "rng", "and the random state, from which its call drew, differs"
+    if draws == "one side":
+        return "rng", "with equal inputs: only one run drew random numbers in its call"
     named = key.operator or key.boundary.rpartition(".")[2]
-    if key.role == "output" and _RANDOM.search(named) and parted is not False:
-        return "rng", "with equal inputs: it drew other random numbers"
-    quiet = key.operator is not None and _NEVER_RANDOM.search(key.operator)
-    if parted and not (quiet and key.role == "output") and baseline_draws(scene):
+    parted = rng_parted(scene)
+    if draws == "unknown" and key.role == "output" and _RANDOM.search(named):
+        other = parted is not False
+        return ("rng", "with equal inputs: it drew other random numbers") if other else None
+    if draws == "unknown" and parted and baseline_draws(scene) and not _is_quiet(key):
         return "rng", "and the random states, equal when the step began, differ when it ended"
     return None
+
+
+def _is_quiet(key: EventKey) -> bool:
+    """Whether it is the output of a module that draws nothing, whatever else does."""
+    return key.role == "output" and bool(_NEVER_RANDOM.search(key.operator or ""))
 
 
 def _collective(scene: Scene) -> tuple[Kind, str] | None:

@@ -136,7 +136,7 @@ def _explanation(scene: Scene, cause: Cause) -> str:
         "main_grad": "main gradient of",
         "master": "master weight of",
         "optimizer_state": f"optimizer state {key.slot} of",
-        "rng": "random state",
+        "rng": "random state" if key.boundary.startswith("rng.") else f"random state {key.slot} of",
         "data": "batch",
         "sample": f"sample {key.slot} of",
         "scalar": "scalar",

@@ -7,6 +7,7 @@ Out: answers to single questions; None where nothing was recorded that could tel
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from upguard_plugin.compare.findings import Finding
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER
 from upguard_plugin.compare.pairing import Pairing, Side
-from upguard_plugin.compare.scan import RankSteps
+from upguard_plugin.compare.steps import RankSteps
 from upguard_plugin.records import EventKey
 
 Ints = npt.NDArray[np.int64]
@@ -95,40 +96,87 @@ def overwritten_producer(scene: Scene) -> int | None:
     return written if len(pair) and not pairing.differs[pair[0]] else None
 
 
-def rng_parted(scene: Scene) -> bool | None:
-    """Whether RNG states were equal at the start of the step and differ at that of the next.
+def draws_of(scene: Scene) -> Literal["equal", "other", "one side", "none", "unknown"]:
+    """Which random numbers the call of the origin drew, by the states it found.
 
-    None where the next step's states were not recorded.
+    A call that draws is recorded with the state of its generator. "unknown" where the step has no
+    such record of any module or operator.
     """
-    after = scene.steps.pairing(scene.step + 1)
-    if after is None:
+    key, pairing, row = scene.key, scene.pairing, scene.finding.baseline_row
+    if row is None or not any(_has_draws(side) for side in (pairing.baseline, pairing.target)):
+        return "unknown"
+    if key.role != "output":
+        return "unknown"
+    drawn = pairing.of_call(row, "rng")
+    if len(drawn):
+        return "other" if pairing.differs[drawn].any() else "equal"
+    alone = (
+        side.batch.key_of(lonely)
+        for side, rows in (
+            (pairing.baseline, pairing.baseline_alone),
+            (pairing.target, pairing.target_alone),
+        )
+        for lonely in rows.tolist()
+    )
+    mine = (key.boundary, key.phase, "rng")
+    return "one side" if any((k.boundary, k.phase, k.role) == mine for k in alone) else "none"
+
+
+def _has_draws(side: Side) -> bool:
+    states = (side.columns.role == ROLE_NUMBER["rng"]) & ~_is_generator(side)
+    return bool(np.isin(side.batch.key, np.flatnonzero(states)).any())
+
+
+def _is_generator(side: Side) -> npt.NDArray[np.bool_]:
+    """Which keys are a generator's own state, not what a call found."""
+    return np.array([key.boundary.startswith("rng.") for key in side.columns.keys], dtype=np.bool_)
+
+
+def rng_parted(scene: Scene) -> bool | None:
+    """Whether the generators' states, equal at the start of the step, differ at its end.
+
+    None where their states at the end were not recorded, nor those at the next start.
+    """
+    ended = _ended(scene)
+    if ended is None:
         return None
-    states = pairs_of(after, None, ("start",), "rng")
-    return bool(after.differs[states].any()) if len(states) else None
+    pairing, pairs = ended
+    return bool(pairing.differs[pairs].any())
 
 
 def baseline_draws(scene: Scene) -> bool:
     """Whether the baseline itself draws random numbers in the step."""
+    ended = _ended(scene)
+    if ended is None:
+        return False
+    began = _states(scene.pairing, _generators(scene.pairing, at_start=True))
+    return any(began.get(name) not in (None, state) for name, state in _states(*ended).items())
+
+
+def _ended(scene: Scene) -> tuple[Pairing, Ints] | None:
+    """The states of all generators when the step ended, or when the next began."""
+    pairs = _generators(scene.pairing, at_start=False)
+    if len(pairs):
+        return scene.pairing, pairs
     after = scene.steps.pairing(scene.step + 1)
     if after is None:
-        return False
-    return any(
-        _hash_of(scene.pairing.baseline, boundary) not in (None, later)
-        for boundary, later in _rng_states(after.baseline).items()
-    )
+        return None
+    pairs = _generators(after, at_start=True)
+    return (after, pairs) if len(pairs) else None
 
 
-def _rng_states(side: Side) -> dict[str, int]:
-    at_start = (side.columns.role[side.key] == ROLE_NUMBER["rng"]) & (
-        side.columns.phase[side.key] == PHASE_NUMBER["start"]
-    )
-    at_start &= ~side.columns.is_operator[side.key]
-    rows = np.flatnonzero(at_start).tolist()
-    return {side.batch.key_of(row).boundary: int(side.batch.h[row]) for row in rows}
+def _generators(pairing: Pairing, *, at_start: bool) -> Ints:
+    side = pairing.baseline
+    wanted = (side.columns.role == ROLE_NUMBER["rng"]) & _is_generator(side)
+    wanted &= (side.columns.phase == PHASE_NUMBER["start"]) == at_start
+    return np.flatnonzero(wanted[side.key[pairing.baseline_rows]])
 
 
-def _hash_of(side: Side, rng_boundary: str) -> int | None:
-    return _rng_states(side).get(rng_boundary)
+def _states(pairing: Pairing, pairs: Ints) -> dict[str, int]:
+    """State of each generator in the baseline."""
+    batch = pairing.baseline.batch
+    rows = pairing.baseline_rows[pairs].tolist()
+    return {batch.key_of(row).boundary: int(batch.h[row]) for row in rows}
 
 
 def is_stale(scene: Scene, before: Pairing) -> bool:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective, is_operator
 from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.unused import Memory, names_of, unused_generators, unused_scalars
 from upguard_plugin.records import EventKey
 
 Ints = npt.NDArray[np.int64]
@@ -46,9 +47,6 @@ _START_RANK = np.array(
 )
 _OF_PARAMETERS = ("grad", "main_grad", "master", "optimizer_state")
 MAX_BESIDE = 1000  # states that differ at once; a report names a few of them
-_USED_SCALARS = np.isin(
-    np.arange(len(PHASE_NUMBER)), [PHASE_NUMBER[p] for p in ("start", "clip", "optimizer")]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,41 +77,39 @@ class StepFindings:
 
     divergent: tuple[Finding, ...]  # empty, or the first and what stands beside it
     structure: Finding | None  # the first boundary, dtype or shape that differs
-    unused_scalars: tuple[str, ...]  # differ, and nothing behind them does
-    benign: frozenset[int]  # identities whose other dtype or shape changed no value
+    unused: tuple[str, ...]  # scalars and generators that differ without any bearing
 
 
-def find(pairing: Pairing, chosen: Bools, benign: frozenset[int]) -> StepFindings:
+def find(pairing: Pairing, chosen: Bools, memory: Memory) -> StepFindings:
     """Look through a step.
 
     chosen: one answer per pair, whether it is looked at.
-    benign: identities known from earlier steps to differ in form without any effect.
+    memory: of the steps before; this step is added to it.
     """
     places = pair_places(pairing)
     columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
-    switched = chosen & pairing.value_differs & columns.is_switch[key]
-    values = chosen & pairing.comparable & pairing.value_differs & ~switched
-    scalars, values = _unused_scalars(pairing, values, places)
-    found = _of_pairs(pairing, np.flatnonzero(values), places, "value")
+    values = chosen & pairing.comparable & pairing.value_differs
+    switched = values & columns.is_switch[key]
+    generators = unused_generators(pairing, values, memory)
+    scalars = unused_scalars(pairing, values & ~switched & ~generators, places)
+    found = _of_pairs(pairing, values & ~switched & ~generators & ~scalars, places, "value")
     found += _missing_values(pairing)
     found += _of_pairs(pairing, _collectives_out_of_order(pairing, chosen), places, "order")
-    identities = columns.identity[key]
     found += _of_pairs(pairing, _collectives_of_other_form(pairing, chosen), places, "form")
     found.sort(key=lambda finding: finding.place)
-    form_pairs = np.flatnonzero(chosen & pairing.form_differs | switched)
-    new_forms = [i for i in form_pairs if int(identities[i]) not in benign]
-    forms = _of_pairs(pairing, np.array(new_forms, dtype=np.int64), places, "form")
+    formed = chosen & pairing.form_differs | switched
+    identities = columns.identity[key]
+    known = np.isin(identities, list(memory.forms))
+    forms = _of_pairs(pairing, formed & ~known, places, "form")
+    memory.is_first = False
+    unused = names_of(pairing, generators | scalars)
     if found:
         forms = [form for form in forms if form.place < found[0].place]
         forms = [form for form in forms if _passed_on(pairing, form, found[0])]
-        return StepFindings(tuple(_beside(forms + found, pairing)), None, (), benign)
+        return StepFindings(tuple(_beside(forms + found, pairing)), None, unused)
+    memory.forms.update(identities[formed].tolist())
     structure = sorted(forms + _alone(pairing), key=lambda finding: finding.place)
-    return StepFindings(
-        (),
-        structure[0] if structure else None,
-        scalars,
-        benign | frozenset(identities[form_pairs].tolist()),
-    )
+    return StepFindings((), structure[0] if structure else None, unused)
 
 
 def pair_places(pairing: Pairing) -> Ints:
@@ -138,7 +134,8 @@ def _place_of_alone(pairing: Pairing, row: int, in_target: bool) -> int:
     return part + 2 * row - int(in_target)
 
 
-def _of_pairs(pairing: Pairing, pairs: Ints, places: Ints, what: str) -> list[Finding]:
+def _of_pairs(pairing: Pairing, mask: Bools, places: Ints, what: str) -> list[Finding]:
+    pairs = np.flatnonzero(mask)
     return [
         Finding(place, row_b, row_t, what)
         for place, row_b, row_t in zip(
@@ -148,21 +145,6 @@ def _of_pairs(pairing: Pairing, pairs: Ints, places: Ints, what: str) -> list[Fi
             strict=True,
         )
     ]
-
-
-def _unused_scalars(pairing: Pairing, values: Bools, places: Ints) -> tuple[tuple[str, ...], Bools]:
-    """Scalars that differ with nothing behind them, and `values` without them.
-
-    What a user hands over to be recorded may be for the log only. The training's own scalars (in
-    the phases start, clip and optimizer) always count.
-    """
-    columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
-    logged = (columns.role[key] == ROLE_NUMBER["scalar"]) & ~_USED_SCALARS[columns.phase[key]]
-    others = values & ~logged
-    last = int(places[others].max()) if others.any() else -1
-    unused = values & logged & (places > last)
-    names = [pairing.baseline.columns.keys[k].boundary for k in key[unused].tolist()]
-    return tuple(dict.fromkeys(names)), values & ~unused
 
 
 def _alone(pairing: Pairing) -> list[Finding]:
@@ -200,32 +182,39 @@ def _missing_values(pairing: Pairing) -> list[Finding]:
     return found
 
 
-def _collectives_out_of_order(pairing: Pairing, chosen: Bools) -> Ints:
-    """The first pair of each group that the target ran later than one that followed it."""
+def _collectives_out_of_order(pairing: Pairing, chosen: Bools) -> Bools:
+    """The first call of each group that the target launched later than one that followed it.
+
+    When a collective completes is a matter of time, not of the program.
+    """
     columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
-    pairs = np.flatnonzero(columns.is_collective[key] & chosen)
-    if len(pairs) < 2 or bool((np.diff(pairing.target_rows[pairs]) > 0).all()):
-        return np.empty(0, dtype=np.int64)
+    late = np.zeros(len(key), dtype=np.bool_)
+    launches = np.array(
+        [k.role == "input" and k.moment != "completion" for k in columns.keys], dtype=np.bool_
+    )
+    pairs = np.flatnonzero(columns.is_collective[key] & launches[key] & chosen)
+    if bool((np.diff(pairing.target_rows[pairs]) > 0).all()):
+        return late
     by_group: dict[tuple[int, ...], list[int]] = {}
     for pair in pairs.tolist():
         group = columns.keys[int(key[pair])].group
         by_group.setdefault(() if group is None else group.ranks, []).append(pair)
-    first = []
     for members in by_group.values():
         rows = pairing.target_rows[members]
         smallest_behind = np.minimum.accumulate(rows[::-1])[::-1]
-        late = np.flatnonzero(rows[:-1] > smallest_behind[1:])
-        first += [members[late[0]]] if len(late) else []
-    return np.array(sorted(first), dtype=np.int64)
+        overtaken = np.flatnonzero(rows[:-1] > smallest_behind[1:])
+        late[[members[place] for place in overtaken[:1]]] = True
+    return late
 
 
-def _collectives_of_other_form(pairing: Pairing, chosen: Bools) -> Ints:
+def _collectives_of_other_form(pairing: Pairing, chosen: Bools) -> Bools:
     """Collectives with another dtype on the wire, shape, reduce op, operator or group."""
     key_b = pairing.baseline.key[pairing.baseline_rows]
     key_t = pairing.target.key[pairing.target_rows]
     columns = pairing.baseline.columns
     other = columns.identity[key_b] != pairing.target.columns.identity[key_t]
-    return np.flatnonzero(columns.is_collective[key_b] & chosen & (other | pairing.form_differs))
+    found: Bools = columns.is_collective[key_b] & chosen & (other | pairing.form_differs)
+    return found
 
 
 def _passed_on(pairing: Pairing, form: Finding, behind: Finding) -> bool:

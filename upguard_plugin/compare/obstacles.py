@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from upguard_plugin.compare.run import Run
-from upguard_plugin.compare.scan import RankScan
+from upguard_plugin.compare.scan import CHOICES, RankScan
 from upguard_plugin.compare.selection import Selection
 
 NEVER_FIRED = "never fired: "  # how a rank's note of a probe that saw no tensor begins
@@ -121,7 +121,9 @@ def _ends(baseline: Run, target: Run, scan: RankScan, num_common: int) -> list[s
                 f"{_count(num_common, 'step')}"
             )
     counts = (len(scan.steps.baseline), len(scan.steps.target))
-    if scan.steps.baseline.keys() != scan.steps.target.keys() and not reasons:
+    steps = scan.steps
+    matched = num_common == counts[0] == counts[1] or (steps.is_resumed and steps.covers_the_rest)
+    if not matched and not reasons:
         reasons.append(
             f"rank {scan.rank}: {_count(counts[0], 'step')} in the baseline, {counts[1]} in the "
             f"target; what was compared are the {num_common} that both have"
@@ -157,6 +159,10 @@ def differences_of_runs(baseline: Run, target: Run) -> list[str]:
         notes.append("program: the same in both runs" if same else "program: the sources differ")
     if ours.level != theirs.level:
         notes.append(f"level: {ours.level} against {theirs.level}; compared is what both record")
+    for name in CHOICES:
+        mine, other = ours.config.get(name), theirs.config.get(name)
+        if mine != other:
+            notes.append(f"{name}: {mine} against {other}; compared is what both record")
     for side, run in (("baseline", baseline), ("target", target)):
         if run.attempts:
             names = _listed([path.name for path in run.attempts])
@@ -169,18 +175,17 @@ def differences_of_runs(baseline: Run, target: Run) -> list[str]:
 
 def scan_notes(scans: Sequence[RankScan]) -> list[str]:
     """What the scans saw beside a divergence."""
-    notes = []
+    unused: dict[tuple[str, int], list[int]] = {}
     for scan in scans:
-        for name, step in scan.unused_scalars.items():
-            notes.append(
-                f"scalar {name} differs from step {step} on (rank {scan.rank}) and nothing behind "
-                "it does: it was recorded, and not used by the training"
-            )
-        for name, step in scan.idle_generators.items():
-            notes.append(
-                f"the state of {name} differs from step {step} on (rank {scan.rank}), but nothing "
-                "draws from it in either run: it moves no value"
-            )
+        for found in scan.unused.items():
+            unused.setdefault(found, []).append(scan.rank)
+    notes = _resumed(scans)
+    notes += [
+        f"not used: {name} differs from step {step} on (rank {_listed(ranks)}), and "
+        + ("nobody draws from it" if name.startswith("rng.") else "nothing behind it does")
+        for (name, step), ranks in unused.items()
+    ]
+    for scan in scans:
         if scan.structure is not None and scan.step is not None:
             step, finding = scan.structure
             pairing = scan.steps.pairing(step)
@@ -190,6 +195,19 @@ def scan_notes(scans: Sequence[RankScan]) -> list[str]:
                 f"first {finding.key(pairing).boundary} (rank {scan.rank})"
             )
     return notes
+
+
+def _resumed(scans: Sequence[RankScan]) -> list[str]:
+    """Where the runs' own numbers of a step differ."""
+    shifts: dict[tuple[int, int], list[int]] = {}
+    for scan in scans:
+        for step in scan.steps.common[:1]:
+            shifts.setdefault((step, scan.steps.partner[step]), []).append(scan.rank)
+    return [
+        f"resumed: step {step} of the baseline is step {other} of the target, rank {_listed(ranks)}"
+        for (step, other), ranks in shifts.items()
+        if step != other
+    ]
 
 
 def _changed(ours: Mapping[str, str], theirs: Mapping[str, str], between: str) -> Iterable[str]:

@@ -9,52 +9,43 @@ read: there everything may differ, and nothing of it is the answer.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.compare.findings import Finding, find, pair_places
-from upguard_plugin.compare.generators import IdleGenerators
-from upguard_plugin.compare.keys import ROLE_NUMBER, KeySpace
-from upguard_plugin.compare.pairing import Pairing, Side, pair_step
+from upguard_plugin.compare.keys import ROLE_NUMBER
+from upguard_plugin.compare.pairing import Pairing, Side
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
+from upguard_plugin.compare.steps import RankSteps
+from upguard_plugin.compare.unused import Memory
 from upguard_plugin.records import LEVELS
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+CHOICES = ("modules", "roles", "weights_in_use")  # settings that choose what is recorded
 _SAID_BY_ANY_RUN = [ROLE_NUMBER[role] for role in ("scalar", "rng", "data", "sample")]
-_KEPT_STEPS = 3  # the divergent step and its neighbours, from which causes are read
 
 
-class RankSteps:
-    """The steps that both runs have of one rank."""
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How far the two runs were told to record the same."""
 
-    def __init__(self, baseline: Run, target: Run, rank: int) -> None:
-        self.rank = rank
-        self._runs = (baseline, target)
-        self._space = KeySpace()
-        self._kept: OrderedDict[int, Pairing] = OrderedDict()
-        self.baseline = {entry.step: entry for entry in baseline.steps(rank)}
-        self.target = {entry.step: entry for entry in target.steps(rank)}
-        self.common = sorted(self.baseline.keys() & self.target.keys())
+    coarser_level: str | None = None  # where their levels differ
+    record_alike: bool = True  # the same modules and roles
 
-    def pairing(self, step: int, verify: bool = False) -> Pairing | None:
-        """The step's events in pairs, or None where a run does not have the step."""
-        if step not in self.baseline or step not in self.target:
-            return None
-        if step not in self._kept:
-            baseline, target = (run.read(self.rank, step, verify=verify) for run in self._runs)
-            self._kept[step] = pair_step(baseline, target, self._space)
-            if len(self._kept) > _KEPT_STEPS:
-                self._kept.popitem(last=False)
-        return self._kept[step]
-
-    def is_first_recorded(self, step: int) -> bool:
-        return step in (min(self.baseline, default=step), min(self.target, default=step))
+    @classmethod
+    def of(cls, baseline: Run, target: Run) -> Settings:
+        ours, theirs = baseline.manifest, target.manifest
+        levels = {ours.level, theirs.level}
+        return cls(
+            None if len(levels) == 1 else min(levels, key=LEVELS.index),
+            all(ours.config.get(name) == theirs.config.get(name) for name in CHOICES),
+        )
 
 
 @dataclass(slots=True)
@@ -67,8 +58,7 @@ class RankScan:
     findings: tuple[Finding, ...] = ()  # in that step: the first, and what stands beside it
     chosen: Bools | None = None  # in that step: the pairs that were asked for
     structure: tuple[int, Finding] | None = None  # first step and place where boundaries differ
-    unused_scalars: dict[str, int] = field(default_factory=dict)  # name -> first step
-    idle_generators: dict[str, int] = field(default_factory=dict)  # name -> first step
+    unused: dict[str, int] = field(default_factory=dict)  # what differs in vain -> first step
     certified: int = 0  # events before the divergence, all equal
     last_equal: tuple[int, int] | None = None  # step and baseline row of the last one
     compared: int = 0
@@ -81,38 +71,35 @@ class RankScan:
 
 
 def scan_rank(
-    baseline: Run, target: Run, rank: int, selection: Selection, *, verify: bool = False
-) -> RankScan:
-    """Compare one rank up to its first divergent step. Raises TraceError for damaged files."""
-    steps = RankSteps(baseline, target, rank)
-    scan = RankScan(rank, steps)
-    levels = (baseline.manifest.level, target.manifest.level)
-    benign: frozenset[int] = frozenset()
-    generators = IdleGenerators()
-    scan.idle_generators = generators.differing
+    scan: RankScan, selection: Selection, settings: Settings, *, verify: bool = False
+) -> Iterator[int]:
+    """Compare one rank up to its first divergent step and fill in `scan`; yields each step.
+
+    Raises TraceError for damaged files.
+    """
+    steps, memory = scan.steps, Memory()
     for step in steps.common:
-        entries = (steps.baseline[step], steps.target[step])
+        yield step
+        entries = (steps.baseline[step], steps.target[steps.partner[step]])
         if not selection.has_step(step):
             scan.filtered += entries[0].num_events
             continue
         if not verify and entries[0].digest == entries[1].digest:
             _count_equal_step(scan, step, entries[0].num_events)
+            memory = replace(memory, is_first=False, generators={})
             continue
         whole = steps.pairing(step, verify)
         assert whole is not None
-        pairing, chosen = _restricted(scan, whole, selection, levels)
-        chosen = chosen & ~generators.look(step, whole)
-        found = find(pairing, chosen, benign)
-        benign = found.benign
-        for name in found.unused_scalars:
-            scan.unused_scalars.setdefault(name, step)
+        pairing, chosen = _restricted(scan, whole, selection, settings)
+        found = find(pairing, chosen, memory)
+        for name in found.unused:
+            scan.unused.setdefault(name, step)
         if found.structure is not None and scan.structure is None:
             scan.structure = (step, found.structure)
         _count_pairs(scan, step, pairing, chosen, found.divergent)
         if found.divergent:
             scan.step, scan.findings, scan.chosen = step, found.divergent, chosen
-            break
-    return scan
+            return
 
 
 def _count_equal_step(scan: RankScan, step: int, num_events: int) -> None:
@@ -124,29 +111,29 @@ def _count_equal_step(scan: RankScan, step: int, num_events: int) -> None:
 
 
 def _restricted(
-    scan: RankScan, pairing: Pairing, selection: Selection, levels: tuple[str, str]
+    scan: RankScan, pairing: Pairing, selection: Selection, settings: Settings
 ) -> tuple[Pairing, Bools]:
     """The pairing without lonely events that nobody asked for, and which pairs are asked for."""
     chosen_b = selection.has_keys(pairing.baseline.columns.keys)
     chosen_t = selection.has_keys(pairing.target.columns.keys)
     chosen = chosen_b[pairing.baseline.key[pairing.baseline_rows]]
-    alone_b = _wanted(pairing.baseline, pairing.baseline_alone, chosen_b, levels)
-    alone_t = _wanted(pairing.target, pairing.target_alone, chosen_t, levels)
+    alone_b = _wanted(pairing.baseline, pairing.baseline_alone, chosen_b, settings)
+    alone_t = _wanted(pairing.target, pairing.target_alone, chosen_t, settings)
     scan.filtered += int((~chosen).sum())
     scan.filtered += len(pairing.baseline_alone) - len(alone_b)
     scan.filtered += len(pairing.target_alone) - len(alone_t)
     return replace(pairing, baseline_alone=alone_b, target_alone=alone_t), chosen
 
 
-def _wanted(side: Side, rows: Ints, chosen: Bools, levels: tuple[str, str]) -> Ints:
-    """Rows that were asked for and that both levels of capture record."""
+def _wanted(side: Side, rows: Ints, chosen: Bools, settings: Settings) -> Ints:
+    """Rows that were asked for and that the settings of both runs record."""
     key = side.key[rows]
     wanted = chosen[key]
-    if levels[0] != levels[1]:
-        # What only the finer level records cannot be missing in the other run.
-        coarser = min(levels, key=LEVELS.index)
-        finer_only = side.columns.is_operator[key] | (coarser == "stage")
-        wanted &= ~finer_only | side.columns.is_collective[key]
+    if settings.coarser_level is not None or not settings.record_alike:
+        # What only one run's settings record cannot be missing in the other.
+        one_sided = side.columns.is_operator[key] | (settings.coarser_level == "stage")
+        one_sided |= not settings.record_alike
+        wanted &= ~one_sided | side.columns.is_collective[key]
     return rows[wanted]
 
 

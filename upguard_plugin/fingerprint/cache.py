@@ -2,7 +2,10 @@
 
 numba writes them beside the module, or in the user's cache directory, whichever is writable; both
 are found by numba itself. Where neither is, the kernels are compiled in memory, in each process
-(seconds), and `note` says so for the manifest.
+(seconds), and `cache_note` says so for the manifest.
+
+numba notices a change in the file of an entry point only: who changes `residues.py` or `vector.py`
+has to touch `cpu.py` and `measure.py` too, or the old code stays in use.
 """
 
 from __future__ import annotations
@@ -14,19 +17,25 @@ import numba
 _notes: list[str] = []
 
 
-def compile_kernel(function: Callable[..., object]) -> Callable[..., object]:
-    """Decorate an entry point: compiled at its first call, without the GIL, cached on disk.
+def compile_kernel(*, nogil: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate an entry point: compiled at its first call, cached on disk.
 
+    nogil: let other Python threads run meanwhile. For short calls that is a loss: to get the GIL
+    back from a busy thread takes up to 5 ms.
     Give each entry point one signature only: numba's cache names files by a counter, and processes
     that start together may overwrite each other's file; with one signature both hold the same code.
     """
-    try:
-        return numba.njit(function, nogil=True, cache=True)
-    except RuntimeError:  # numba: "no locator available", no writable place
-        text = "CPU fingerprint kernels were compiled in memory: no writable cache directory"
-        if text not in _notes:
-            _notes.append(text)
-        return numba.njit(function, nogil=True)
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        try:
+            return numba.njit(function, nogil=nogil, cache=True)
+        except RuntimeError:  # numba: "no locator available", no writable place
+            text = "CPU fingerprint kernels were compiled in memory: no writable cache directory"
+            if text not in _notes:
+                _notes.append(text)
+            return numba.njit(function, nogil=nogil)
+
+    return decorate
 
 
 def cache_note() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise, product
 from typing import Any
 
@@ -22,15 +23,23 @@ def placement_of(tensor: Tensor) -> Placement | None:
     local = getattr(tensor, "_local_tensor", None)
     if spec is None or not isinstance(local, Tensor):
         return None
+    coordinate = spec.mesh.get_coordinate()
+    return _spec_placement(spec, tuple(coordinate or ()), tuple(local.shape))
+
+
+@lru_cache(maxsize=4096)
+def _spec_placement(
+    spec: Any, coordinate: tuple[int, ...], found_shape: tuple[int, ...]
+) -> Placement:
+    """The placement of one rank; the same object for the same arguments."""
     mesh = spec.mesh
     names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
-    coordinate = mesh.get_coordinate()
     text = "dtensor " + ",".join(f"{n}:{p}" for n, p in zip(names, spec.placements, strict=True))
     shape = tuple(spec.shape)
     held = [np.arange(size) for size in shape]
     sharded, partial = [], []
     for name, size, placement, rank in zip(
-        names, mesh.shape, spec.placements, coordinate or [], strict=True
+        names, mesh.shape, spec.placements, coordinate, strict=True
     ):
         if placement.is_partial():
             partial.append(name)
@@ -38,10 +47,10 @@ def placement_of(tensor: Tensor) -> Placement | None:
             held[placement.dim] = _shard(held[placement.dim], placement, size, rank)
             sharded.append(name)
     local_shape = tuple(len(indices) for indices in held)
-    if local_shape != tuple(local.shape):
+    if local_shape != found_shape:
         raise PlacementError(
             f"placement {text!r} does not fit a DTensor of shape {list(shape)}: this rank should "
-            f"hold {list(local_shape)}, it holds {list(local.shape)}"
+            f"hold {list(local_shape)}, it holds {list(found_shape)}"
         )
     return Placement(text, shape, _pieces(held, local_shape, shape), tuple(sharded), tuple(partial))
 

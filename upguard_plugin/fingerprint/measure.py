@@ -19,6 +19,7 @@ from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS, count_runs, hash_stret
 from upguard_plugin.fingerprint.residues import add, mix, pointer
 
 Floats = Any  # memory seen as float64
+Row = Any  # memory seen as int64
 
 # How the bytes of an element are read; the numbers stand in the table of sweeps.
 NOT_MEASURED = 0
@@ -29,6 +30,9 @@ UINT8, UINT16, UINT32, UINT64 = 10, 11, 12, 13
 SIZES = np.array([1, 8, 4, 2, 1, 2, 1, 2, 4, 8, 1, 2, 4, 8])
 
 BLOCK = sketch.SKETCH_BLOCK
+BLOCK_BYTES = keys.BLOCK_BYTES
+MAGNITUDE_BITS = 0x7FFFFFFFFFFFFFFF
+INFINITY_BITS = 0x7FF0000000000000
 SCRATCH_BYTES = 8 * BLOCK + 4 * BLOCK + 8 * max(sketch.SIZES)
 SEED_BLOCK_SIGN = np.uint64(keys.SEED_BLOCK_SIGN)
 GOLDEN = np.uint64(keys.GOLDEN)
@@ -81,13 +85,38 @@ def _look_up(bits: Any, table: int, out: Floats) -> None:
 
 
 @njit
+def _clear_nonfinite(bits: Any) -> tuple[int, int]:
+    """Set non-finite elements to 0; returns their number and the bits of the largest magnitude.
+
+    On float64 bits as integers, because then the loop becomes vector code: without their sign,
+    floats are in the order of their bits, and non-finite ones are the last.
+    """
+    count = largest = 0
+    for k in range(bits.shape[0]):
+        magnitude = bits[k] & MAGNITUDE_BITS
+        nonfinite = magnitude >= INFINITY_BITS
+        count += nonfinite
+        bits[k] = 0 if nonfinite else bits[k]
+        largest = max(largest, 0 if nonfinite else magnitude)
+    return count, largest
+
+
+@njit
 def _add_to_sketch(values: Floats, first: int, lanes: Floats, buckets: Floats) -> None:
     """Add a part of one block, whose first element has the logical number `first`."""
     size = lanes.shape[0]
     block, column = first >> 11, first & (BLOCK - 1)
     lanes[:] = 0.0
-    for k in range(values.shape[0]):
-        lanes[(column + k) & (size - 1)] += values[k] * COLUMN_SIGNS[column + k]
+    k = 0
+    while k < values.shape[0]:
+        lane = (column + k) & (size - 1)
+        count = min(size - lane, values.shape[0] - k)
+        # Views first: an index that may be negative would keep the loop from becoming vector code.
+        into, part = lanes[lane : lane + count], values[k : k + count]
+        signs = COLUMN_SIGNS[column + k : column + k + count]
+        for j in range(count):
+            into[j] += part[j] * signs[j]
+        k += count
     rotation = mix(u64(SEED_BLOCK_SIGN) ^ (u64(block) * u64(GOLDEN))) >> u64(20)
     word = u64(0)
     for lane in range(size):
@@ -100,37 +129,25 @@ def _add_to_sketch(values: Floats, first: int, lanes: Floats, buckets: Floats) -
 
 @njit
 def _measure(
-    address: int,
-    count: int,
-    first: int,
-    code: int,
-    table: int,
-    row: Floats,
-    scratch: int,
-    size: int,
+    address: int, count: int, first: int, row: Row, measured: Floats, scratch: int
 ) -> None:
     """Measure a contiguous run of elements, block by block of the logical tensor."""
-    done = 0
+    code, table, size = row[SWEEP_COLUMNS - 2], row[SWEEP_COLUMNS - 1], measured.shape[0] - 2
     lanes = carray(pointer(u64(scratch + 12 * BLOCK), np.float64), (size,))
+    largest_cell = carray(pointer(u64(measured.ctypes.data + 8), np.int64), (1,))
+    done = 0
     while done < count:
         n = min(BLOCK - ((first + done) & (BLOCK - 1)), count - done)
         values = _widen(address + done * SIZES[code], n, code, table, scratch)
-        largest, nonfinite = row[1], 0
-        for k in range(n):
-            value = values[k]
-            if value - value != 0.0:  # infinite or not a number
-                nonfinite += 1
-                values[k] = 0.0
-            else:
-                largest = max(largest, abs(value))
-        row[0] += nonfinite
-        row[1] = largest
+        nonfinite, largest = _clear_nonfinite(carray(pointer(u64(scratch), np.int64), (n,)))
+        measured[0] += nonfinite
+        largest_cell[0] = max(largest_cell[0], largest)
         if size:
-            _add_to_sketch(values, first + done, lanes, row[2 : 2 + size])
+            _add_to_sketch(values, first + done, lanes, measured[2:])
         done += n
 
 
-@compile_kernel
+@compile_kernel(nogil=True)
 def measure_sweeps(
     table: int, num_sweeps: int, out: int, measures: int, columns: int, size: int, scratch: int
 ) -> None:
@@ -143,23 +160,18 @@ def measure_sweeps(
     rows = carray(pointer(u64(table), np.int64), (num_sweeps, SWEEP_COLUMNS))
     for t in range(num_sweeps):
         row = rows[t]
-        code, values = row[SWEEP_COLUMNS - 2], row[SWEEP_COLUMNS - 1]
+        width = SIZES[row[SWEEP_COLUMNS - 2]]
         target = carray(pointer(u64(out + 16 * row[0]), np.uint64), (2,))
-        measured = carray(pointer(u64(measures + 8 * columns * row[0]), np.float64), (columns,))
+        measured = carray(pointer(u64(measures + 8 * columns * row[0]), np.float64), (2 + size,))
         for run in range(count_runs(row)):
             address, offset = locate_run(row, run)
             done = 0
             while done < row[3]:
-                n = min(
-                    keys.BLOCK_BYTES - ((offset + done) & (keys.BLOCK_BYTES - 1)), row[3] - done
-                )
+                n = min(BLOCK_BYTES - ((offset + done) & (BLOCK_BYTES - 1)), row[3] - done)
                 h, s = hash_stretch(address + done, n, offset + done, row[4])
                 target[0] = add(target[0], h)
                 target[1] += s
-                if code != NOT_MEASURED:
-                    width = SIZES[code]
+                if row[SWEEP_COLUMNS - 2] != NOT_MEASURED:
                     first = (offset + done) // width
-                    _measure(
-                        address + done, n // width, first, code, values, measured, scratch, size
-                    )
+                    _measure(address + done, n // width, first, row, measured, scratch)
                 done += n

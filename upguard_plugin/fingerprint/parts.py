@@ -34,14 +34,18 @@ class Part:
     has_values: bool = True  # numbers of the tensor; not the indices of a sparse one
 
 
+def check_host() -> None:
+    """Raise UnsupportedTensorError on a big-endian host: its bytes are in another order."""
+    if sys.byteorder != "little":
+        raise UnsupportedTensorError("cannot fingerprint tensors on a big-endian host")
+
+
 def dense_parts(tensor: Tensor, placement: Placement | None = None) -> tuple[Part, ...]:
     """Split a tensor into dense parts. Copies only where lazy bits must be resolved.
 
     Raises UnsupportedTensorError for tensors without defined bytes: quantised ones, meta and fake
     ones, layouts that torch does not open.
     """
-    if sys.byteorder != "little":
-        raise _unsupported(tensor, "this host is big-endian")
     if tensor.is_quantized:
         raise _unsupported(tensor, "it is quantised by torch", "hash its int_repr() and its scales")
     if type(tensor) not in PLAIN_TYPES:

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from upguard_plugin.fingerprint.cache import cache_note
-from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS, hash_run, hash_sweeps
+from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS, hash_many_sweeps, hash_run, hash_sweeps
 from upguard_plugin.fingerprint.devices import DeviceSlots, device_slots
 from upguard_plugin.fingerprint.keys import FINGERPRINT_PRIME, MASK64
 from upguard_plugin.fingerprint.measure import SCRATCH_BYTES, measure_sweeps
-from upguard_plugin.fingerprint.parts import PLAIN_TYPES, Part, dense_parts
+from upguard_plugin.fingerprint.parts import PLAIN_TYPES, Part, check_host, dense_parts
 from upguard_plugin.fingerprint.rows import Plans, Rows, has_numbers, sweep_table
 from upguard_plugin.fingerprint.sketch import check_size
-from upguard_plugin.fingerprint.threads import PARALLEL_BYTES, hash_run_parallel
+from upguard_plugin.fingerprint.threads import LONG_BYTES, hash_run_parallel
 from upguard_plugin.records import Placement
 
 NOT_COUNTED = -1
@@ -54,10 +54,11 @@ class FingerprintQueue:
 
     magnitudes: count non-finite elements and find the largest magnitude of each tensor.
     sketch_size: buckets of the sketches that `put(..., sketch=True)` takes; 0: none are taken.
-    Raises UsageError for an impossible sketch size.
+    Raises UsageError for an impossible sketch size, UnsupportedTensorError on a big-endian host.
     """
 
     def __init__(self, *, magnitudes: bool = False, sketch_size: int = 0) -> None:
+        check_host()
         self._magnitudes = magnitudes
         self._sketch_size = check_size(sketch_size) if sketch_size else 0
         self._slots = 0
@@ -94,7 +95,7 @@ class FingerprintQueue:
         ):
             slot = self._next_slot()
             num_bytes = tensor.nbytes
-            hasher = hash_run if num_bytes < PARALLEL_BYTES else hash_run_parallel
+            hasher = hash_run if num_bytes < LONG_BYTES else hash_run_parallel
             out = self._pairs.address + 16 * slot
             hasher(address, num_bytes, 0, int(tensor.itemsize >= 8), out)
             return slot
@@ -120,7 +121,7 @@ class FingerprintQueue:
                 placement = placements[i] if placements is not None else None
                 if together and placement is None and (address := _plain_address(tensor)):
                     num_bytes = tensor.nbytes
-                    if num_bytes < PARALLEL_BYTES:
+                    if num_bytes < LONG_BYTES:
                         rows.append((self._slots, address, num_bytes, tensor.itemsize >= 8))
                         self._slots += 1
                         continue
@@ -131,7 +132,7 @@ class FingerprintQueue:
         if rows:
             table = np.zeros((len(rows), SWEEP_COLUMNS), np.int64)
             table[:, [0, 1, 3, 4]] = np.array(rows, np.int64)
-            hash_sweeps(table.ctypes.data, len(rows), self._pairs.address)
+            hash_many_sweeps(table.ctypes.data, len(rows), self._pairs.address)
         return range(first, self._slots)
 
     def put_bytes(self, data: bytes | bytearray | memoryview) -> int:
@@ -180,7 +181,8 @@ class FingerprintQueue:
         table = sweep_table(slot, planned)
         where = (table.ctypes.data, len(table), self._pairs.address)
         if not measured:
-            hash_sweeps(*where)
+            short = sum(part.tensor.nbytes for part in parts) < LONG_BYTES
+            (hash_sweeps if short else hash_many_sweeps)(*where)
             return slot
         self._measures.values[slot, : 2 + size] = 0.0
         columns, scratch = 2 + self._sketch_size, self._scratch.ctypes.data

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from upguard_plugin.verdict import Coverage, Divergence, EventRef, TensorSide, Verdict
+from upguard_plugin.verdict import Divergence, EventRef, TensorSide, Verdict
 
 MAX_NOTES = 12  # further ones are counted; --verbose prints them all
 MAX_CONCURRENT = 5
@@ -33,7 +33,7 @@ def headline(verdict: Verdict) -> str:
     if found is not None:
         return f"DIVERGENT at {_when(found)}"
     if verdict.verdict == "identical":
-        return f"IDENTICAL: all {verdict.certified.events} events that were compared are equal"
+        return f"IDENTICAL: {verdict.certified.events} events are equal, bit by bit"
     return f"INCOMPARABLE: {verdict.notes[0] if verdict.notes else 'nothing was compared'}"
 
 
@@ -145,9 +145,9 @@ def _ending_rows(verdict: Verdict, verbose: bool) -> list[tuple[str, str]]:
         rows.append(("also" if place == 0 else "", f"{_place(other)}, {_rank_names(other)}"))
     if len(others) < len(verdict.concurrent):
         rows.append(("", f"and {len(verdict.concurrent) - len(others)} more (--verbose)"))
-    if verdict.certified.last is not None:
+    if verdict.certified.last is not None and verdict.verdict != "identical":
         rows.append(("certified", _certified(verdict)))
-    rows.append(("coverage", _coverage(verdict.coverage)))
+    rows.append(("coverage", _coverage(verdict)))
     notes = verdict.notes[1:] if verdict.verdict == "incomparable" else verdict.notes
     shown = notes if verbose else notes[:MAX_NOTES]
     rows += [("note", note) for note in shown]
@@ -164,9 +164,12 @@ def _certified(verdict: Verdict) -> str:
     return f"{events} events before it are equal, bit by bit; the last is {_event(last)}"
 
 
-def _coverage(coverage: Coverage) -> str:
+def _coverage(verdict: Verdict) -> str:
+    coverage = verdict.coverage
     unmatched = coverage.unmatched_baseline + coverage.unmatched_target
     parts = [f"{coverage.compared} compared", f"{coverage.differ} differ", f"{unmatched} unmatched"]
+    if verdict.verdict == "identical" and coverage.differ:
+        parts[1] += " that are not used"
     if unmatched:
         parts[-1] += (
             f" ({coverage.unmatched_baseline} in the baseline, "

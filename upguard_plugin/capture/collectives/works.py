@@ -5,9 +5,10 @@ Out: that call, before the training program can touch the buffers.
 
 Two ways, because there are two kinds of waiting:
 
-* A Work on the CPU has a future whose callbacks run before `wait` returns and before callbacks that
-  were added later, so C++ code (DDP's reducer) is behind us, too. `get_future` gives Python code a
-  future that is behind us likewise. The callback runs on the backend's thread.
+* A Work on the CPU has a future whose callbacks run before `Work.wait` returns and before callbacks
+  that were added later. Those who wait for the future itself are woken before its callbacks run:
+  Python code gets a future from `get_future` that is behind us, and DDP's reducer, which only reads
+  the buckets, is caught up with when backward returns. The callback runs on the backend's thread.
 * A Work without a future (send and recv on gloo), or on a GPU and waited for from Python: `wait`,
   `synchronize`, a true `is_completed`, or `wait_tensor` call us when the original has returned, on
   the stream that waited. A Work that the program drops without any of these is counted.
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, Work
 
+_CATCH_UP_S = 60.0  # for the hashing of buffers that are final already; more is a failure of ours
 _OWN_REFERENCES = 2  # to a Work, where its references are counted: a variable and an argument
 
 
@@ -38,9 +40,9 @@ class Pending:
 
     work: Work
     tensors: Sequence[torch.Tensor]  # all buffers, also those that nobody looks at
-    finish: Callable[[bool], None]  # called once; True: the buffers are final, False: never
+    finish: Callable[[Work, bool], None]  # called once; True: the buffers are final, False: never
     functional: bool = False  # torch waits for it by its tensor, not by its Work
-    by_future: bool = False
+    future: Any = None  # where its callback finishes
 
 
 class Works:
@@ -49,9 +51,11 @@ class Works:
     def __init__(self) -> None:
         self.num_dropped = 0  # never waited for, as far as we can see
         self._lock = threading.Lock()
+        self._finished = threading.Condition(self._lock)
+        self._finishing: set[Pending] = set()
         self._pending: dict[int, list[Pending]] = {}  # by the Work's id; it is kept alive
         self._coalescing: dict[int, list[Pending]] = {}  # by the ProcessGroup's id
-        self._originals: list[tuple[type, str, Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
 
     def attach(self) -> None:
         """See every wait that comes from Python."""
@@ -61,6 +65,7 @@ class Works:
         self._wrap(Work, "get_future", self._get_future)
         self._wrap(ProcessGroup, "_start_coalescing", self._start_coalescing)
         self._wrap(ProcessGroup, "_end_coalescing", self._end_coalescing)
+        self._wrap(torch.autograd, "_engine_run_backward", self._run_backward)
 
     def detach(self) -> None:
         """Give torch's classes their own methods back."""
@@ -70,17 +75,21 @@ class Works:
 
     def add(self, pending: Pending, group: ProcessGroup, *, by_future: bool) -> None:
         """Watch a Work that has just been launched."""
-        future = _future_of(pending.work) if by_future else None
+        pending.future = _future_of(pending.work) if by_future else None
         with self._lock:
             self._drop_forgotten()
             coalesced = self._coalescing.get(id(group))
-            if coalesced is not None and future is None:
+            if coalesced is not None and pending.future is None:
                 coalesced.append(pending)
                 return
             self._pending.setdefault(id(pending.work), []).append(pending)
-        if future is not None:
-            pending.by_future = True
-            future.add_done_callback(lambda done: self._end(pending, _succeeded(done)))
+        if pending.future is not None:
+            pending.future.add_done_callback(lambda done: self._end(pending, _succeeded(done)))
+
+    def catch_up(self, work: Work | None = None) -> None:
+        """Wait for the callbacks of futures that are done, of one Work or all; never for a Work."""
+        with self._finished:
+            self._finished.wait_for(lambda: not self._is_behind(work), _CATCH_UP_S)
 
     def tensor_waited(self, tensor: torch.Tensor) -> None:
         """`wait_tensor` has returned for a buffer of a functional collective."""
@@ -92,7 +101,7 @@ class Works:
                 pending
                 for many in self._pending.values()
                 for pending in many
-                if not pending.by_future
+                if pending.future is None
                 and any(t.untyped_storage().data_ptr() == address for t in pending.tensors)
             ]
         for pending in over:
@@ -107,6 +116,16 @@ class Works:
             self._coalescing.clear()
         return left
 
+    def _is_behind(self, work: Work | None) -> bool:
+        if any(work is None or pending.work is work for pending in self._finishing):
+            return True
+        works = self._pending.values() if work is None else [self._pending.get(id(work), [])]
+        return any(
+            pending.future is not None and pending.future.done()
+            for many in works
+            for pending in many
+        )
+
     def _end(self, pending: Pending, final: bool) -> None:
         with self._lock:
             many = self._pending.get(id(pending.work), [])
@@ -115,26 +134,31 @@ class Works:
             many.remove(pending)
             if not many:
                 del self._pending[id(pending.work)]
-        pending.finish(final)
+            self._finishing.add(pending)
+        pending.finish(pending.work, final)
+        with self._finished:
+            self._finishing.discard(pending)
+            self._finished.notify_all()
 
     def _end_all(self, work: Work) -> None:
         for pending in list(self._pending.get(id(work), ())):
-            self._end(pending, True)
+            if pending.future is None:
+                self._end(pending, True)
+        if self._pending or self._finishing:
+            self.catch_up(work)
 
     def _drop_forgotten(self) -> None:
         for key, many in list(self._pending.items()):
-            first = many[0]
-            if first.by_future or first.functional:
+            if many[0].future is not None or many[0].functional:
                 continue
-            work = first.work
-            del first
+            work = many[0].work
             if sys.getrefcount(work) <= len(many) + _OWN_REFERENCES:
                 del self._pending[key]
                 self.num_dropped += len(many)
                 for pending in many:
-                    pending.finish(False)
+                    pending.finish(pending.work, False)
 
-    def _wrap(self, owner: type, name: str, around: Callable[..., Any]) -> None:
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name)
 
         @wraps(original)
@@ -157,10 +181,16 @@ class Works:
 
     def _get_future(self, original: Callable[..., Any], work: Work) -> Any:
         future = original(work)
-        under_way = any(pending.by_future for pending in self._pending.get(id(work), ()))
+        under_way = any(pending.future for pending in self._pending.get(id(work), ()))
         # Those who wait for a future are woken before its callbacks run; those who wait for the
         # next link are behind us.
         return future.then(_value) if under_way else future
+
+    def _run_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if self._pending or self._finishing:
+            self.catch_up()
+        return result
 
     def _start_coalescing(self, original: Callable[..., Any], group: Any, *args: Any) -> Any:
         result = original(group, *args)
@@ -179,7 +209,7 @@ class Works:
                     self._pending.setdefault(id(work), []).extend(coalesced)
         if work is None:  # ordered by the stream
             for pending in coalesced:
-                pending.finish(True)
+                pending.finish(pending.work, True)
         return work
 
 

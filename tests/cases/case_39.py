@@ -1,0 +1,64 @@
+"""The log-prob part of a loss turns its logits into probabilities in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import upguard_plugin
+from tests.cases.case import Case
+from tests.cases.models import TinyGPT, batches
+
+
+class Model(TinyGPT):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        x = self.drop(self.embed(tokens) + self.pos(torch.arange(tokens.shape[1])))
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": self.head(self.ln_f(x)), "hidden": x}
+
+
+class LogProb(torch.nn.Module):
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        chosen = logits.gather(-1, labels[..., None])
+        loss = (logits.logsumexp(-1, keepdim=True) - chosen).mean()
+        with torch.no_grad():
+            logits.copy_(logits.softmax(-1))
+        return loss
+
+
+class Entropy(torch.nn.Module):
+    def forward(self, logits: Tensor) -> Tensor:
+        log_probs = logits.log_softmax(-1)
+        return -(log_probs.exp() * log_probs).sum(-1).mean()
+
+
+def train(variant: str, config: Mapping[str, Any]) -> None:
+    model, logprob, entropy = Model(), LogProb(), Entropy()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with upguard_plugin.enable([model, logprob, entropy], optimizer, config) as guard:
+        for tokens, labels in batches(num=1):
+            logits = model(tokens)["logits"]
+            with torch.no_grad():  # both parts are only reported; the hidden state is trained
+                first = () if variant == "target" else (entropy(logits),)
+                second = logprob(logits, labels)
+                first = first or (entropy(logits),)
+            guard.scalar("loss", second + first[0])
+            model(tokens)["hidden"].square().mean().backward()
+            optimizer.step()
+            guard.step()
+
+
+CASE = Case(
+    number=39,
+    report="verl-project/verl#1672",
+    symptom="entropy is wrong when computed after log-probs",
+    train=train,
+    answer={
+        "step": 0, "kind": "forward", "ranks": [0], "boundary": "model2", "role": "input",
+        "slot": "args.0",
+    },
+)  # fmt: skip
