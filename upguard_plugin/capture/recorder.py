@@ -25,7 +25,7 @@ from upguard_plugin.capture.storages import Storage, Storages, extent_of, look
 from upguard_plugin.capture.tensors import as_bytes
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
-from upguard_plugin.records import ROLES, Group, Placement, Source
+from upguard_plugin.records import PHASES, ROLES, Group, Placement, Source
 from upguard_plugin.trace.batch import NONE, EventBatch
 
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -48,8 +48,14 @@ class Writer(Protocol):
 class Recorder:
     """Collects the events of one rank. The only one who makes rows."""
 
-    def __init__(self, writer: Writer, queue_: FingerprintQueue, roles: Iterable[str] = ()) -> None:
-        """roles: those to record; none: all."""
+    def __init__(
+        self,
+        writer: Writer,
+        queue_: FingerprintQueue,
+        roles: Iterable[str] = (),
+        phases: Iterable[str] = (),
+    ) -> None:
+        """roles, phases: those to record; none: all."""
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
@@ -61,7 +67,7 @@ class Recorder:
         self._rows = Rows()
         self._noted: set[str] = set()
         self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
-        self.phases_left_out: frozenset[str] = frozenset()
+        self.phases_left_out = frozenset(PHASES) - frozenset(phases or PHASES)
         self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
         self.on_first_step: Callable[[], None] | None = None  # called when it is written
         self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
@@ -96,10 +102,11 @@ class Recorder:
         step that has the fingerprint of this very tensor already. Returns NONE where nothing was
         recorded: the role is not selected, or the tensor has no plain bytes (that is noted).
         """
-        if role in self._left_out:
+        phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
             return NONE
         parts = (
-            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            boundary, phase, role, slot, tensor.dtype, tensor.shape,
             operator, moment, placement, group, op, source,
         )  # fmt: skip
         with self._lock:
@@ -121,7 +128,7 @@ class Recorder:
 
         For call sites that see the same kind of event many times: `record_as` is half of `record`.
         """
-        if role in self._left_out:
+        if role in self._left_out or phase in self.phases_left_out:
             return NONE
         parts = (
             boundary, phase, role, slot, tensor.dtype, tensor.shape,
@@ -173,10 +180,11 @@ class Recorder:
         The event stands here in program order; `fill` or `cancel` must follow, from any thread.
         Returns None where nothing was added: the role is not selected.
         """
-        if role in self._left_out:
+        phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
             return None
         parts = (
-            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            boundary, phase, role, slot, tensor.dtype, tensor.shape,
             operator, moment, placement, group, op, source,
         )  # fmt: skip
         with self._lock:
@@ -216,9 +224,9 @@ class Recorder:
 
         For tensors that nobody overwrites meanwhile: parameters, gradients, optimizer state.
         """
-        if role in self._left_out:
-            return
         phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
+            return
         with self._lock:
             slots = self._put_many(entries, phase)
             for (boundary, tensor, placement), taken in zip(entries, slots, strict=True):
@@ -236,10 +244,11 @@ class Recorder:
         moment: str | None = None, microbatch: int | None = None,
     ) -> int:  # fmt: skip
         """Record raw bytes: RNG states, strings, None (no bytes, dtype "none")."""
-        if role in self._left_out:
+        phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
             return NONE
         parts = (
-            boundary, phase or self.position.phase, role, slot, dtype, (len(data),),
+            boundary, phase, role, slot, dtype, (len(data),),
             operator, moment, None, None, None, None,
         )  # fmt: skip
         with self._lock:
