@@ -215,6 +215,8 @@ class OperatorProbe(TorchDispatchMode):
                     argument.storage.known.clear()
         known = [argument.storage for argument in arguments if argument.storage is not None]
         for returned in tensors_returned(result):
+            if operator.written and any(a.tensor is returned.tensor for a in arguments):
+                continue  # its version counter has not moved yet: it must not be looked up now
             returned.storage = self._storages.find(returned.tensor)
             if returned.storage not in known or operator.writes_its_result:
                 self._written(running, returned, None)
