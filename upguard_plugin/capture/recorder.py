@@ -254,7 +254,10 @@ class Recorder:
         kind = next((k for k in _NUMBER_TYPES if isinstance(value, k)), float)
         tensor, view = self._numbers[kind]
         with self._lock:
-            # Written through numpy: an operator of torch here would be seen by dispatch modes.
+            # Written through numpy: an operator of torch here would be seen by dispatch modes. So
+            # nobody knows of the write, and a hash of it must not be used again.
+            if self.storages is not None:
+                self.storages.lose_sight(tensor)
             view[()] = value
             return self.record(
                 boundary, tensor, role=role, slot=slot, phase=phase, call=call,

@@ -29,6 +29,8 @@ from upguard_plugin.compare.steps import RankSteps, steps_behind
 from upguard_plugin.records import Layout
 from upguard_plugin.verdict import Certified, Coverage, Divergence, RunSide, Verdict, Word
 
+Progress = Callable[[float, int], None]
+
 
 def compare_runs(
     baseline: Run,
@@ -37,28 +39,20 @@ def compare_runs(
     *,
     same_program: bool = False,
     verify: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Verdict:
     """Compare two runs of one layout.
 
     same_program: take both for runs of the same program, whatever their digests say.
     verify: decode and check every step, also where digests agree.
-    progress: called with the number of ranks done and of all ranks.
+    progress: called after each step with how many ranks are done, in fractions, and of how many.
     Raises TraceError for damaged files, UsageError for a selection that no run can satisfy.
     """
     selection = selection or Selection()
     refused = refusal(baseline, target)
     if refused:
         return _verdict(baseline, target, "incomparable", [refused])
-    ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
-    settings = Settings.of(baseline, target)
-    lag = steps_behind(baseline, target, ranks[0]) if ranks else 0
-    scans = []
-    for done, rank in enumerate(ranks):
-        steps = RankSteps(baseline, target, rank, lag)
-        scans.append(scan_rank(steps, selection, settings, verify=verify))
-        if progress is not None:
-            progress(done + 1, len(ranks))
+    scans = _scan(baseline, target, selection, verify, progress)
     one_program = same_program or is_same_program(baseline, target)
     notes = differences_of_runs(baseline, target) + scan_notes(scans)
     reasons = obstacles(baseline, target, selection, scans)
@@ -75,6 +69,23 @@ def compare_runs(
         for listed in (origins.minimal, origins.per_rank)
     )
     return _verdict(baseline, target, "divergent", notes + reasons, scans, minimal, per_rank)
+
+
+def _scan(
+    baseline: Run, target: Run, selection: Selection, verify: bool, progress: Progress
+) -> list[RankScan]:
+    """Compare all ranks that both runs have."""
+    ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
+    settings = Settings.of(baseline, target)
+    lag = steps_behind(baseline, target, ranks[0]) if ranks else 0
+    scans: list[RankScan] = []
+    for rank in ranks:
+        steps = RankSteps(baseline, target, rank, lag)
+        scan = RankScan(rank, steps)
+        for done, _ in enumerate(scan_rank(scan, selection, settings, verify=verify)):
+            progress(len(scans) + done / len(steps.common), len(ranks))
+        scans.append(scan)
+    return scans
 
 
 def _divergence(

@@ -9,6 +9,7 @@ read: there everything may differ, and nothing of it is the answer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -70,15 +71,15 @@ class RankScan:
 
 
 def scan_rank(
-    steps: RankSteps, selection: Selection, settings: Settings, *, verify: bool = False
-) -> RankScan:
-    """Compare one rank up to its first divergent step.
+    scan: RankScan, selection: Selection, settings: Settings, *, verify: bool = False
+) -> Iterator[int]:
+    """Compare one rank up to its first divergent step and fill in `scan`; yields each step.
 
     Raises TraceError for damaged files.
     """
-    scan = RankScan(steps.rank, steps)
-    memory = Memory()
+    steps, memory = scan.steps, Memory()
     for step in steps.common:
+        yield step
         entries = (steps.baseline[step], steps.target[steps.partner[step]])
         if not selection.has_step(step):
             scan.filtered += entries[0].num_events
@@ -98,8 +99,7 @@ def scan_rank(
         _count_pairs(scan, step, pairing, chosen, found.divergent)
         if found.divergent:
             scan.step, scan.findings, scan.chosen = step, found.divergent, chosen
-            break
-    return scan
+            return
 
 
 def _count_equal_step(scan: RankScan, step: int, num_events: int) -> None:
