@@ -99,6 +99,7 @@ class Guard:
     rank: int = 0
     world_size: int = 1
     layout: Layout = Layout()
+    collectives: CollectiveProbe | None = None  # adapters name groups and buffers there
 
     def __init__(
         self,
@@ -134,18 +135,27 @@ class Guard:
         # In this order: a root module's batch is recorded before its own events.
         self.probes = [self._states, self._batches, ModuleProbe(self)]
         if torch.distributed.is_available() and not CollectiveProbe.in_use():
-            owners = [ParameterOwner(self.names.parameters)]
-            reducers = [
-                ReducerBuckets(model, self.names.of)
-                for _, model in self.models
-                if isinstance(model, DistributedDataParallel)
-            ]
-            self.probes.append(CollectiveProbe(self.recorder, owners=owners, reducers=reducers))
+            self.collectives = self._collective_probe()
+            self.probes.append(self.collectives)
         if self.config.level == "op":
             self.probes.append(OperatorProbe(self))
         for probe in self.probes:
             probe.attach()
         atexit.register(self._close_at_exit)
+
+    def _collective_probe(self) -> CollectiveProbe:
+        reducers = [
+            ReducerBuckets(model, self.names.of)
+            for _, model in self.models
+            if isinstance(model, DistributedDataParallel)
+        ]
+        owners = [ParameterOwner(self.names.parameters)]
+        probe = CollectiveProbe(self.recorder, owners=owners, reducers=reducers)
+        # Dense axes last: an expert axis with the same ranks does not take their name.
+        for axis in sorted(self.layout.axes, key=lambda axis: axis.mesh, reverse=True):
+            if axis.size > 1:
+                probe.groups.name(axis.ranks, axis.name)
+        return probe
 
     def placement(
         self, boundary: str, role: str, slot: str, tensor: torch.Tensor

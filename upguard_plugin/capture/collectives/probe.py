@@ -32,6 +32,8 @@ from upguard_plugin.errors import UsageError
 
 _KEY = torch._C.DispatchKey.BackendSelect
 _PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
+_BEFORE_BACKWARD = ("start", "data", "forward", "loss")
+_UP_TO_BACKWARD = (*_BEFORE_BACKWARD, "backward", "recompute", "accumulate")
 _GRADIENT_ENDS = (".grad", ".main_grad")  # how a buffer's owner says that it holds gradients
 
 
@@ -239,7 +241,7 @@ class CollectiveProbe:
         """What people read: the operation, its group, and whose data it is, where known."""
         boundary = f"{what.name}[{member.group.name}]"
         buffers = what.outputs or what.inputs
-        by_reducer = caller.from_cpp and self.recorder.position.phase == "backward"
+        by_reducer = caller.from_cpp and caller.in_backward
         owner_of = self._bucket_of if by_reducer else self._owner_of
         names = [name for buffer in buffers if (name := owner_of(buffer.tensor))]
         if not names:
@@ -254,16 +256,19 @@ class CollectiveProbe:
         return next((name for one in self._reducers if (name := one.name_next(tensor))), None)
 
     def _phase(self, what: Plan, caller: Caller, boundary: str) -> str:
-        """Collectives for gradients belong to `grad_sync`, also while backward still runs."""
+        """The loop's phase, which may not know yet that backward has begun.
+
+        Collectives for gradients belong to `grad_sync`, also while backward still runs.
+        """
         phase = self.recorder.position.phase
-        if phase != "backward":
+        if phase not in _UP_TO_BACKWARD:
             return phase
-        is_gradient = (
-            caller.from_cpp
-            or (what.reduces and caller.in_gradient_code)
-            or boundary.endswith(_GRADIENT_ENDS)
-        )
-        return "grad_sync" if is_gradient else phase
+        by_reducer = caller.from_cpp and caller.in_backward
+        by_gradient_code = caller.in_gradient_code and caller.in_backward
+        of_gradient = boundary.endswith(_GRADIENT_ENDS)
+        if by_reducer or (what.reduces and (by_gradient_code or of_gradient)):
+            return "grad_sync"
+        return "backward" if caller.in_backward and phase in _BEFORE_BACKWARD else phase
 
 
 def _is_traced(what: Plan) -> bool:
