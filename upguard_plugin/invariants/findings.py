@@ -30,11 +30,11 @@ class Break:
 
     invariant: str
     place: Place
+    key: EventKey
     ranks: tuple[int, ...]
     tensors: tuple[SeenTensor, ...]
     explanation: str  # one sentence
-    producer: Place | None = None
-    producer_rank: int | None = None
+    producer: Place | None = None  # on the first of `ranks`
     order: int = 0  # how far in the step: the row on the first of `ranks`
     later: int = 0  # how often it broke again at this boundary, role and slot
 
@@ -79,45 +79,48 @@ class Findings:
         ranks: tuple[int, ...] | None = None,
         producer: int | None = None,
     ) -> None:
-        """Say that the invariant is broken.
+        """Say that the invariant is broken; as `made`."""
+        self.add(made(self.invariant, step, sides, explanation, ranks=ranks, producer=producer))
 
-        sides: rank -> row of the tensors that show it; the place is that of the first of `ranks`
-        (all of `sides` by default). producer: a row on that same rank.
-        """
-        found = self._break(step, sides, explanation, ranks, producer)
-        if found is not None:
+    def add(self, found: Break) -> None:
+        """Say that the invariant is broken at a place that was put together before."""
+        if self.looks_at(found.key):
             self.checked += 1
             _add(self.broken, found)
 
-    def suspect(self, step: StepEvents, sides: Mapping[int, int], explanation: str) -> None:
+    def suspect(self, found: Break) -> None:
         """Say that something looks wrong, although nothing in the run says that it must hold."""
-        found = self._break(step, sides, explanation, None, None)
-        if found is not None:
+        if self.looks_at(found.key):
             _add(self.suspects, found)
 
-    def _break(
-        self,
-        step: StepEvents,
-        sides: Mapping[int, int],
-        explanation: str,
-        ranks: tuple[int, ...] | None,
-        producer: int | None,
-    ) -> Break | None:
-        ranks = tuple(sorted(sides)) if ranks is None else ranks
-        first = next(rank for rank in ranks if rank in sides)
-        events, row = step.ranks[first], sides[first]
-        if not self.looks_at(events.key(row)):
-            return None
-        return Break(
-            self.invariant,
-            events.place(row),
-            ranks,
-            tuple(_seen(step.ranks[rank], sides[rank]) for rank in sorted(sides)),
-            explanation,
-            None if producer is None else events.place(producer),
-            None if producer is None else first,
-            order=row,
-        )
+
+def made(
+    invariant: str,
+    step: StepEvents,
+    sides: Mapping[int, int],
+    explanation: str,
+    *,
+    ranks: tuple[int, ...] | None = None,
+    producer: int | None = None,
+) -> Break:
+    """A break with its place.
+
+    sides: rank -> row of the tensors that show it; the place is that of the first of `ranks` (all
+    of `sides` by default). producer: a row on that same rank.
+    """
+    ranks = tuple(sorted(sides)) if ranks is None else ranks
+    first = next(rank for rank in ranks if rank in sides)
+    events, row = step.ranks[first], sides[first]
+    return Break(
+        invariant,
+        events.place(row),
+        events.key(row),
+        ranks,
+        tuple(_seen(step.ranks[rank], sides[rank]) for rank in sorted(sides)),
+        explanation,
+        None if producer is None else events.place(producer),
+        order=row,
+    )
 
 
 class Invariant:

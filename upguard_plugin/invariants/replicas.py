@@ -20,7 +20,7 @@ from upguard_plugin.invariants.events import (
     unequal,
     what,
 )
-from upguard_plugin.invariants.findings import Findings, Invariant
+from upguard_plugin.invariants.findings import Break, Findings, Invariant, made
 from upguard_plugin.records import EventKey, Layout
 
 _STATE = frozenset({"param", "grad", "main_grad", "master", "optimizer_state"})
@@ -28,6 +28,7 @@ _GRADIENTS = frozenset({"grad", "main_grad"})
 _AGREED = frozenset({"grad_sync", "clip"})  # phases in which gradients are those of all ranks
 _DATA_PARALLEL = frozenset({"dp", "edp"})
 _STAGES = frozenset({"pp", "vpp"})  # other parameters, also where their names are the same
+_BETWEEN_USES = frozenset({"start", "optimizer", "param_sync", "checkpoint"})  # of weights
 _NO_RULE = "*"  # the placement of state that only an axis called `dp` speaks of
 _DTENSOR = "dtensor "  # a placement that names every axis of its own mesh, and knows no other
 _DTENSOR_AXIS = re.compile(r"(?:^dtensor |,)(\w+):")
@@ -52,15 +53,22 @@ def _name(key: EventKey) -> Hashable:
 
 
 class ReplicasAgree(Invariant):
-    """Copies of declared placement are equal; undeclared ones that differ are suspects."""
+    """Copies of declared placement are equal; undeclared ones that differ are suspects.
+
+    Weights may be brought together as late as before their next use: what differs after a step is
+    broken if it still differs when a module uses it.
+    """
 
     name = "replicas-agree"
+
+    def __init__(self) -> None:
+        self._unused: dict[str, Break] = {}  # weights that differ and were not used since
+        self._used: set[str] = set()  # weights of which a use was seen
+        self._gathers = False  # whether weights were brought together between a step and a use
 
     def look(self, step: StepEvents, found: Findings) -> None:
         sets = ReplicaSets({events.rank: events.layout for events in step})
         for sides in same_events(step, _may_be_replica, _name).values():
-            if not any(found.looks_at(step.ranks[r].key(row)) for r, row in sides.items()):
-                continue
             keys = {rank: step.ranks[rank].key(row) for rank, row in sides.items()}
             placed = {rank: key for rank, key in keys.items() if key.placement is not None}
             if not placed:
@@ -68,6 +76,13 @@ class ReplicasAgree(Invariant):
                 continue
             for ranks in sets.of(placed):
                 self._compare(step, ranks, sides, found)
+
+    def finish(self, found: Findings) -> None:
+        for boundary, difference in self._unused.items():
+            if boundary in self._used and difference.place.phase == "optimizer":
+                found.suspect(difference)  # the run ended before they had to agree
+            else:
+                found.add(difference)
 
     def _compare(
         self, step: StepEvents, ranks: tuple[int, ...], sides: Sides, found: Findings
@@ -81,24 +96,41 @@ class ReplicasAgree(Invariant):
             found.skip(first, row, "a rank that holds the replica has no such event")
         if len(mine) < 2:
             return
+        difference = self._difference(step, mine)
+        key = first.key(row)
+        if key.role != "param":
+            if difference is not None:
+                found.add(difference)
+        elif key.phase in _BETWEEN_USES:
+            if difference is not None:
+                self._unused.setdefault(key.boundary, difference)
+                return
+        else:
+            self._used.add(key.boundary)
+            earlier = self._unused.pop(key.boundary, None)
+            if difference is None:
+                self._gathers = self._gathers or earlier is not None
+            else:
+                found.add(difference if self._gathers or earlier is None else earlier)
+        if difference is None:
+            found.hold(first, row)
+
+    def _difference(self, step: StepEvents, sides: Sides) -> Break | None:
+        events = step.ranks
         contents = {
-            rank: (*step.ranks[rank].content(at), step.ranks[rank].key(at).shape)
-            for rank, at in mine.items()
+            rank: (*events[rank].content(at), events[rank].key(at).shape)
+            for rank, at in sides.items()
         }
         if len(set(contents.values())) == 1:
-            found.hold(first, row)
-            return
-        key, odd = first.key(row), odd_ones(contents)
-        missing = [r for r, at in mine.items() if step.ranks[r].key(at).dtype == _MISSING]
-        how = f"{named_ranks(missing)} {'has' if len(missing) == 1 else 'have'} none"
-        if not missing:
-            how = unequal(odd, mine)
-        found.breaks(
-            step,
-            mine,
-            f"{what(key)} must be the same on {named_ranks(mine)}, but {how}.",
-            ranks=odd,
-        )
+            return None
+        key = events[next(iter(sides))].key(next(iter(sides.values())))
+        odd = odd_ones(contents)
+        how = unequal(odd, sides)
+        missing = [rank for rank, at in sides.items() if events[rank].key(at).dtype == _MISSING]
+        if missing:
+            how = f"{named_ranks(missing)} {'has' if len(missing) == 1 else 'have'} none"
+        sentence = f"{what(key)} must be the same on {named_ranks(sides)}, but {how}."
+        return made(self.name, step, sides, sentence, ranks=odd)
 
     def _undeclared(self, step: StepEvents, sides: Sides, found: Findings) -> None:
         rank, row = next(iter(sides.items()))
@@ -109,12 +141,11 @@ class ReplicasAgree(Invariant):
         if len({(key.dtype, key.shape) for key in keys}) > 1 or keys[0].dtype == _MISSING:
             return
         if len({step.ranks[r].content(at) for r, at in sides.items()}) > 1:
-            found.suspect(
-                step,
-                sides,
+            sentence = (
                 f"{what(keys[0])} has the same shape on {named_ranks(sides)} but not the same "
-                "bits, and no placement says whether it may.",
+                "bits, and no placement says whether it may."
             )
+            found.suspect(made(self.name, step, sides, sentence))
 
 
 class ReplicaSets:
