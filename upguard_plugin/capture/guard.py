@@ -38,6 +38,7 @@ from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
+from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
 
@@ -160,8 +161,12 @@ class Guard:
     def placement(
         self, boundary: str, role: str, slot: str, tensor: torch.Tensor
     ) -> Placement | None:
-        """Which part of a logical tensor this is, by the rules; None where nothing is known."""
-        return self._placements.of(boundary, role, slot, tensor.shape)
+        """Which part of a logical tensor this is; None where nothing is known.
+
+        A DTensor says it itself; for all others the rules do.
+        """
+        own = placement_of(tensor)
+        return self._placements.of(boundary, role, slot, tensor.shape) if own is None else own
 
     @shielded
     def begin_step_if_needed(self) -> None:

@@ -193,11 +193,7 @@ def _verdict(
 
 def _side(run: Run) -> RunSide:
     layout = run.layout(run.ranks[0]) if run.ranks else Layout()
-    sizes = {"world_size": run.manifest.world_size}
-    sizes |= {axis.name: axis.size for axis in layout.axes}
-    if layout.zero_stage is not None:
-        sizes["zero_stage"] = layout.zero_stage
-    return RunSide(path=str(run.path), run_id=run.manifest.run_id, layout=sizes)
+    return RunSide.of(run.path, run.manifest.run_id, run.manifest.world_size, layout)
 
 
 def _certified(scans: Sequence[RankScan], rank: int | None) -> Certified:
