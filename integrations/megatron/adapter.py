@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config
 
 from upguard_plugin.capture.collectives import CollectiveProbe
@@ -24,6 +25,7 @@ from upguard_plugin.integrations.megatron.optimizer import (
     inner_optimizers,
     is_distributed,
 )
+from upguard_plugin.integrations.megatron.pauses import PauseProbe
 from upguard_plugin.integrations.megatron.placements import (
     MegatronPlacements,
     find_rules,
@@ -80,7 +82,9 @@ def _add_probes(
 ) -> None:
     optimizers = MegatronOptimizerProbe(guard, optimizer, chunks, rules, shards)
     schedule = ScheduleProbe(guard, schedules, optimizers.record_final_gradients)
-    for probe in (optimizers, schedule):
+    # Timers exchange what the clock said.
+    clocks = PauseProbe(guard, [(Timers, "get_all_timers_string"), (Timers, "write")])
+    for probe in (optimizers, schedule, clocks):
         guard.probes.append(probe)
         probe.attach()
     for probe in guard.probes:
