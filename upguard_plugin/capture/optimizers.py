@@ -11,7 +11,7 @@ A parameter of an optimizer that no model has is a master: it takes the name of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,8 @@ class OptimizerProbe:
             Watched(f"optimizer{number}", optimizer)
             for number, optimizer in zip(numbers, given, strict=True)
         ]
+        # What an adapter knows of masters: names by the identity of the tensor.
+        self.known_masters: Callable[[], Mapping[int, str]] = dict
         self._masters: dict[int, str] = {}
         self._depth = 0  # of steps that have begun: a wrapper's and a subclass's step hold others
         self._handles: list[Any] = []
@@ -195,6 +197,10 @@ class OptimizerProbe:
                 else:
                     owned.add(name)
         self._masters = {}
+        for key, name in self.known_masters().items():
+            if foreign.pop(key, None) is not None:
+                self._masters[key] = name
+                owned.add(name)
         for name, parameter in names.parameters.items():
             master = getattr(parameter, "main_param", None)
             if id(master) in foreign:
