@@ -26,7 +26,9 @@ def add_upguard_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         help="record fingerprints of this training, to be compared with another's",
     )  # fmt: skip
     group.add_argument("--upguard-output-dir", metavar="DIR", help="where the trace goes")
-    group.add_argument("--upguard-level", choices=("stage", "module", "op"), help="how much is recorded")
+    group.add_argument(
+        "--upguard-level", choices=("stage", "module", "op"), help="how much is recorded"
+    )
     group.add_argument("--upguard-config", metavar="FILE", help="further settings, JSON or YAML")
     return parser
 

@@ -30,13 +30,17 @@ class Activations:
 def _column_parallel(name: str, module: Any) -> Activations:
     sequence = "{S}" if getattr(module, "sequence_parallel", False) else "{C}"
     out = "o" if getattr(module, "gather_output", False) else "o[tp]"
-    return Activations({"input_": f"{sequence} {{B}} i", "x": f"{sequence} {{B}} i"}, (f"{{C}} {{B}} {out}",))
+    return Activations(
+        {"input_": f"{sequence} {{B}} i", "x": f"{sequence} {{B}} i"}, (f"{{C}} {{B}} {out}",)
+    )
 
 
 def _row_parallel(name: str, module: Any) -> Activations:
     sequence = "{S}" if getattr(module, "sequence_parallel", False) else "{C}"
     i = "i[tp]" if getattr(module, "input_is_parallel", True) else "i"
-    return Activations({"input_": f"{{C}} {{B}} {i}", "x": f"{{C}} {{B}} {i}"}, (f"{sequence} {{B}} o",))
+    return Activations(
+        {"input_": f"{{C}} {{B}} {i}", "x": f"{{C}} {{B}} {i}"}, (f"{sequence} {{B}} o",)
+    )
 
 
 def _vocabulary_embedding(name: str, module: Any) -> Activations:
@@ -137,7 +141,9 @@ def parameter_spec(name: str, parameter: Any, config: Any, vocabulary_size: int 
     if not getattr(parameter, "tensor_model_parallel", False):
         return f"*{mesh}"
     axis = "etp" if is_expert else "tp"
-    dims = ["o", "i"][: parameter.dim()] if parameter.dim() < 3 else list("oixyz")[: parameter.dim()]
+    dims = (
+        ["o", "i"][: parameter.dim()] if parameter.dim() < 3 else list("oixyz")[: parameter.dim()]
+    )
     split = parameter.partition_dim
     stride = getattr(parameter, "partition_stride", 1)
     if "linear_fc1" in name and getattr(config, "gated_linear_unit", False):
