@@ -2,7 +2,8 @@
 
 In:  the optimizers given to `enable`, others that step on the model's parameters, and any object
      with `param_groups`, `state` and `step`.
-Out: at `start` and after each step their state; before each step the gradients it will use and the
+Out: at `start` and after each step their state, at `start` also masters rounded to their weights'
+     dtype; before each step the gradients it will use and the
      hyper-parameters as they are then; after it the weights.
 
 A parameter of an optimizer that no model has is a master: it takes the name of the parameter whose
@@ -21,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.clipping import Replacement
 from upguard_plugin.capture.gradients import GradientProbe, NamedParameter
@@ -91,6 +93,7 @@ class OptimizerProbe:
         self._name_masters()
         for watched in self._watched:
             self._record_state(now, watched.optimizer)
+            self._record_rounded(now, watched.optimizer)
             self._record_groups(now, watched, membership=True)
 
     @shielded
@@ -157,6 +160,19 @@ class OptimizerProbe:
             now.tensors("optimizer_state", slot, named)
         for name, slot, value in others:
             now.value(name, "optimizer_state", slot, value)
+
+    def _record_rounded(self, now: Snapshot, optimizer: Any) -> None:
+        """Each master in its weight's dtype, slot `rounded`: what its weight should be.
+
+        One after the other: no more than one copy is alive.
+        """
+        for name, master in self._split(optimizer)[1]:
+            weight = self._guard.names.parameters.get(name)
+            if weight is None or weight.shape != master.shape or weight.dtype == master.dtype:
+                continue
+            with _disable_current_modes():  # the copy is ours: no mode is to see it made
+                rounded = master.detach().to(weight.dtype)
+            now.tensors("master", "rounded", [(name, rounded)])
 
     def _record_groups(self, now: Snapshot, watched: Watched, *, membership: bool) -> None:
         for index, group in enumerate(getattr(watched.optimizer, "param_groups", ())):

@@ -67,6 +67,7 @@ class StateProbe:
         self.gradients.watch(parameters)
         with Snapshot(self._guard, "start") as now:
             now.tensors("param", "value", parameters)
+            now.tensors("param", "tied", names.tied)
             now.tensors("buffer", "value", names.buffers.items())
             self.optimizers.record_start(now)
             self.clipping.record_start(now)
@@ -92,6 +93,7 @@ class StateProbe:
         ]
         with Snapshot(self._guard, "optimizer") as now:
             now.tensors("param", "value", left)
+            now.tensors("param", "tied", names.tied)
             for source in self.sources:
                 source(now)
             # A generator that nobody draws from ends every step as it began it: whatever its state
