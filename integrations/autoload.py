@@ -54,9 +54,11 @@ def unload() -> None:
 
 def _load(environ: MutableMapping[str, str]) -> list[Callable[[], None]]:
     adopt_carried(environ)
+    undo = [lambda: None]
     if is_dormant(environ):
-        return [lambda: None]
-    undo = [when_imported(name, _patcher(adapter)) for name, adapter in SEAMS.items()]
+        return undo
+    if not is_helper(sys.orig_argv):
+        undo += [when_imported(name, _patcher(adapter)) for name, adapter in SEAMS.items()]
     if environ.get("UPGUARD"):  # is_dormant has seen that it does not say "off"
         undo.append(import_module(ANY_LOOP).watch())
     return undo
@@ -82,14 +84,24 @@ def adopt_carried(environ: MutableMapping[str, str]) -> None:
 
 
 def is_dormant(environ: Mapping[str, str]) -> bool:
-    """Whether this process is to be left alone: switched off, a launcher, or a helper's child."""
-    if environ.get("UPGUARD") and _says_off(environ):
+    """Whether this process is to be left alone: switched off, a launcher, or a helper.
+
+    Under UPGUARD=1 a helper is watched all the same: `torch.multiprocessing.spawn` makes ranks in
+    the way in which others make data loaders, and only a training loop tells them apart.
+    """
+    if environ.get("UPGUARD"):
+        return _says_off(environ) or is_launcher(sys.orig_argv)
+    return is_launcher(sys.orig_argv) or is_helper(sys.orig_argv)
+
+
+def is_helper(orig_argv: Sequence[str]) -> bool:
+    """Whether multiprocessing made this process: a data loader's worker, a checkpoint's writer."""
+    # A spawned child does not know its parent yet while it imports the main script.
+    if "--multiprocessing-fork" in orig_argv:
         return True
     # Looked up, not imported: a child has it, and it takes time to load.
     processes = sys.modules.get("multiprocessing.process")
-    if processes is not None and processes.parent_process() is not None:
-        return True  # a data loader's worker, a checkpoint's writer
-    return is_launcher(sys.orig_argv)
+    return processes is not None and processes.parent_process() is not None
 
 
 def _says_off(environ: Mapping[str, str]) -> bool:

@@ -97,7 +97,7 @@ def _await_initialized(module: ModuleType, callback: Callback) -> Callable[[], N
 
     def restore() -> None:
         if type(module) is Awaited:
-            module.__class__ = kept
+            module.__class__ = kept  # type: ignore[assignment]
 
     class Awaited(kept):  # type: ignore[misc, valid-type]
         def __getattribute__(self, attribute: str) -> Any:

@@ -52,7 +52,7 @@ def run_child(command: Sequence[str], environ: Mapping[str, str]) -> Ended:
 
 
 def _start(
-    command: Sequence[str], environ: Mapping[str, str], mask: set[signal.Signals]
+    command: Sequence[str], environ: Mapping[str, str], mask: set[int | signal.Signals]
 ) -> subprocess.Popen[bytes]:
     def unblock() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -116,6 +116,7 @@ class MemoryManifest:
     program: str = ""
     world_size: int = 1
     level: str = "module"
+    config: dict = field(default_factory=dict)
     versions: dict = field(default_factory=lambda: {"torch": "2.13.0"})
     variables: dict = field(default_factory=dict)
     command: tuple = ()

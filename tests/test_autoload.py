@@ -63,24 +63,30 @@ def test_a_wrong_switch_does_not_break_importing_torch():
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 
 
-def test_a_spawned_child_is_left_alone(tmp_path):
+SPAWN = """
+import multiprocessing, sys
+import torch
+from upguard_plugin.integrations.when_imported import _Finder
+
+def look():
+    watched = hasattr(torch.nn.Module.__call__, "__wrapped__")
+    print(any(type(f) is _Finder for f in sys.meta_path), watched, flush=True)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=look)
+    child.start(); child.join(); look()
+"""
+
+
+@pytest.mark.parametrize("switch", ["", "1"])
+def test_a_spawned_child_waits_for_no_framework(tmp_path, switch):
+    # It imports the main script, and torch with it, before it knows that it has a parent. With
+    # UPGUARD=1 a training loop in it would be seen: torch.multiprocessing.spawn makes such ranks.
     script = tmp_path / "spawn.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import multiprocessing, sys
-            def look():
-                import torch
-                from upguard_plugin.integrations.when_imported import _Finder
-                print(any(type(f) is _Finder for f in sys.meta_path), flush=True)
-            if __name__ == "__main__":
-                child = multiprocessing.get_context("spawn").Process(target=look)
-                child.start(); child.join(); look()
-            """
-        )
-    )
-    done = run(str(script), "-u", UPGUARD="1")
-    assert (done.stdout.splitlines(), done.stderr) == (["False", "True"], "")
+    script.write_text(SPAWN)
+    done = run(str(script), "-u", UPGUARD=switch)
+    watched = switch == "1"
+    assert (done.stdout.splitlines(), done.stderr) == ([f"False {watched}", f"True {watched}"], "")
 
 
 def test_an_error_of_ours_becomes_one_line(monkeypatch, capsys):

@@ -101,6 +101,9 @@ class EngineWraps:
             self._undo.append(wrap(self._pipeline_class, "train_batch", self._step))
             backward = self._pipeline_backward
             self._undo.append(wrap(self._pipeline_class, "_exec_backward_pass", backward))
+            for name in ("_send_tensor_meta", "_recv_tensor_meta"):
+                if name in vars(self._pipeline_class):
+                    self._undo.append(wrap(self._pipeline_class, name, self._unrecorded))
 
     def _forward(self, original: Callable[..., Any], engine: Any, *args: Any, **kw: Any) -> Any:
         recorded = self._recorded.get(engine)
@@ -120,6 +123,22 @@ class EngineWraps:
         if recorded is not None:
             recorded.on_pipeline_backward(engine)
         return original(engine, *args)
+
+    def _unrecorded(self, original: Callable[..., Any], engine: Any, *args: Any) -> Any:
+        """Stages tell each other shapes in a buffer of which most is never written.
+
+        Its bits are whatever the memory held: two runs of one program differ in them.
+        """
+        recorded = self._recorded.get(engine)
+        if recorded is None:
+            return original(engine, *args)
+        recorder = recorded.guard.recorder
+        before = recorder.active
+        recorder.select(False)
+        try:
+            return original(engine, *args)
+        finally:
+            recorder.select(before)
 
     def _step(self, original: Callable[..., Any], engine: Any, *args: Any, **kw: Any) -> Any:
         recorded = self._recorded.get(engine)

@@ -135,7 +135,7 @@ def test_scalars_are_kept_with_their_call(tmp_path):
         guard.scalar("loss", 2.0)
         guard.scalar("tokens", 7)
         guard.step()
-    found = Recorded(tmp_path / "run").find(role="scalar", phase="start")
+    found = Recorded(tmp_path / "run").find(role="scalar", phase="loss")
     scalars = [(e.boundary, e.call, e.dtype) for e in found if "optimizer" not in e.boundary]
     assert scalars == [("loss", 0, "float32"), ("loss", 1, "float64"), ("tokens", 0, "int64")]
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.capture.operator_run import OperatorCall, calls_of, train
 

@@ -152,9 +152,10 @@ def test_masters_that_were_not_refreshed_are_listed_from_the_first_on():
     assert {d.kind for d in verdict.concurrent} == {"optimizer"}
 
 
-def test_a_logged_scalar_alone_is_no_divergence():
+@pytest.mark.parametrize("phase", ["loss", "optimizer"])
+def test_a_logged_scalar_alone_is_no_divergence(phase):
     """The logger sums two losses; training itself is right."""
-    logged = MLP + "loss - scalar logged_loss/value {} float64 []\n"
+    logged = MLP + phase + " - scalar logged_loss/value {} float64 []\n"
 
     verdict = compared(logged.format("one"), logged.format("two"))
 
@@ -162,6 +163,14 @@ def test_a_logged_scalar_alone_is_no_divergence():
     assert verdict.notes[-1] == (
         "not used: logged_loss differs from step 0 on (rank 0), and nothing behind it does"
     )
+
+
+def test_a_setting_of_the_optimizer_is_one_even_alone():
+    setting = MLP + "optimizer - scalar optimizer1.group0.lr/value {} float64 []\n"
+
+    verdict = compared(setting.format("1"), setting.format("2"))
+
+    assert answer(verdict) == "0 - optimizer optimizer1.group0.lr scalar optimizer"
 
 
 def test_a_scalar_with_differences_behind_it_is_one():
@@ -239,9 +248,9 @@ def test_what_a_call_drew_from_decides_for_rng():
     baseline = "\n".join(line for line in text.splitlines() if " rng drop" not in line)
     baseline += "\nforward 0 rng head/torch_cpu r0\n"
 
-    assert answer(compared(text, behind(text, "forward 0 rng drop/torch_cpu"))) == (
-        "0 0 forward drop rng rng"
-    )
+    other = compared(text, behind(text, "forward 0 rng drop/torch_cpu"))
+    assert answer(other) == "0 0 forward drop output rng"
+    assert "from which its call drew" in other.first_divergence.explanation
     assert answer(compared(text, wrong)) == "0 0 forward drop output forward"
     assert answer(compared(text, linear)) == "0 0 forward fc1 output forward"
     assert answer(compared(baseline, only_target)) == "0 0 forward drop output rng"
@@ -453,6 +462,20 @@ def test_two_collectives_in_the_other_order_are_collective():
     assert answer(verdict).startswith("0 - grad_sync dp input collective")
 
 
+def test_collectives_may_complete_earlier_or_later():
+    call = "grad_sync - {0} all_reduce/0#{1} {2} group=0,1:{1} op=all_reduce_sum moment={3}\n"
+    launches = [call.format("input", i, f"g{i}", "launch") for i in (0, 1)]
+    results = [call.format("output", i, f"s{i}", "completion") for i in (0, 1)]
+    late, early = [*launches, *results], [launches[0], results[0], launches[1], results[1]]
+    first = "accumulate 0 grad w/grad g\n"
+
+    verdict = compare_runs(
+        two_ranks(*[first + "".join(late)] * 2), two_ranks(*[first + "".join(early)] * 2, name="t")
+    )
+
+    assert (answer(verdict), verdict.coverage.unmatched_target) == ("identical", 0)
+
+
 def test_a_bucket_overwritten_in_flight_is_collective():
     """The next gradient was copied into the buffer that is still being reduced."""
     flight = "grad_sync - input bucket/0 {} group=0,1:0 op=all_reduce_sum moment=completion\n"
@@ -582,6 +605,17 @@ def test_operators_of_one_side_only_are_not_missing_where_levels_differ():
     assert answer(verdict) == "identical"
     assert (verdict.coverage.compared, verdict.coverage.filtered) == (2, 5)
     assert "level: op against module; compared is what both record" in verdict.notes
+
+
+def test_what_only_one_run_was_told_to_record_is_not_missing():
+    outputs = "\n".join(line for line in MLP.splitlines() if " grad " not in line)
+    told = {"config": {"roles": ["output"]}}
+
+    verdict = compare_runs(run(MLP), run(outputs, name="target", **told))
+
+    assert (answer(verdict), verdict.coverage.filtered) == ("identical", 1)
+    assert "roles: None against ['output']; compared is what both record" in verdict.notes
+    assert answer(compared(MLP, outputs)) == "0 0 accumulate fc1.weight grad structure"
 
 
 # What is not decided

@@ -225,6 +225,42 @@ def test_a_message_is_the_same_at_both_ends(two_ranks: Ranks, style: str) -> Non
         assert {row.group_seq for row in sent + received} == {-1}
 
 
+def from_anyone() -> list[Row]:
+    with record_collectives() as trace:
+        for k in range(4):
+            if dist.get_rank() == 0:
+                dist.send(torch.full((2,), float(k)), 1)
+            else:
+                dist.recv(torch.empty(2), None if k % 2 else 0)
+    return trace.rows
+
+
+def test_a_receive_from_anyone_is_numbered_with_the_others(two_ranks: Ranks) -> None:
+    sender, receiver = two_ranks.run(from_anyone)
+    sent = [(row.pair_seq, row.h) for row in _pick(sender, "input", "launch")]
+    assert [number for number, _ in sent] == [0, 1, 2, 3]
+    assert sent == [(row.pair_seq, row.h) for row in receiver]
+    assert {row.peer for row in receiver} == {0}
+
+
+def functional_messages() -> tuple[list[Row], list[str]]:
+    tensor = torch.full((3,), float(dist.get_rank()))
+    with record_collectives() as trace:
+        if dist.get_rank() == 0:
+            result = functional.isend_inplace(tensor, 1)
+        else:
+            result = functional.irecv_inplace(tensor, 0)
+        functional.wait_tensor(result)
+    return trace.rows, trace.notes
+
+
+@pytest.mark.skipif(not hasattr(functional, "isend_inplace"), reason="newer than this torch")
+def test_a_functional_message_arrives_as_it_was_sent(two_ranks: Ranks) -> None:
+    (sent, first), (received, second) = two_ranks.run(functional_messages)
+    assert [row.h for row in sent] == [row.h for row in received] == [hash_of(torch.zeros(3))]
+    assert first == second == []
+
+
 def objects() -> tuple[list[Row], list[Any]]:
     rank = dist.get_rank()
     with record_collectives() as trace:

@@ -121,6 +121,52 @@ def test_ctrl_c_ends_all_workers_and_keeps_the_trace():
     assert open_trace(Path("run")).ranks == (0, 1)
 
 
+PIPELINE = """
+import argparse, sys
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=0)
+arguments = deepspeed.add_config_arguments(parser).parse_args()
+deepspeed.init_distributed("gloo")
+torch.manual_seed(0)
+layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)]
+model = PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+engine, *_ = deepspeed.initialize(arguments, model, model_parameters=[*model.parameters()])
+torch.manual_seed(1)
+batches = iter([(torch.randn(2, 4), torch.randn(2, 2)) for _ in range(4)])
+for _ in range(2):
+    engine.train_batch(batches)
+total = sum(p.detach().double().sum() for p in model.parameters()).item()
+sys.stdout.write(f"total {total!r} of stage {engine.stage_id}\\n")
+"""
+
+
+@pytest.mark.long
+def test_two_pipeline_stages_repeat_themselves_and_compute_what_they_did_without():
+    Path("my code/train.py").write_text(PIPELINE)
+    Path("ds.json").write_text(json.dumps(CONFIG | {"train_batch_size": 4}))
+    plain = call(*TWO_WORKERS)
+    done = call(*RUN[:-1], "--repeat", "2", "--", *TWO_WORKERS)
+
+    assert done.returncode == 0, done.stderr
+    assert totals(done.stdout) == sorted(2 * totals(plain.stdout))
+    assert len(totals(plain.stdout)) == 2
+    compared = call(sys.executable, "-m", "upguard_plugin.cli", "compare", "run/1", "run/2")
+    assert compared.stdout.startswith("IDENTICAL")
+    outputs = {}
+    for rank in (0, 1):
+        batch = open_trace(Path("run/1")).read(rank, 1)
+        rows = [r for r in range(len(batch)) if batch.key_of(r).boundary == "(root)"]
+        of_phase = [(batch.key_of(r).phase, int(batch.microbatch[r])) for r in rows]
+        outputs[rank] = sorted(set(of_phase))
+    both = [("backward", 0), ("backward", 1), ("forward", 0), ("forward", 1)]
+    assert outputs == {0: both, 1: both}
+
+
 # pdsh -S -f FAN_OUT -w HOSTS COMMAND ...: runs the command on another host, to which nothing of
 # this environment gets by itself. %n is the host's number.
 PDSH = """#!/bin/sh

@@ -22,7 +22,7 @@ import torch
 
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import Placement
-from upguard_plugin.trace.batch import EventBatch
+from upguard_plugin.trace.batch import NONE, EventBatch
 
 MAX_HELD = 2  # finished steps that wait for a late work; more would grow with the run
 
@@ -34,6 +34,8 @@ class Ticket:
     row: int
     boundary: str
     placement: Placement | None
+    peer: int = NONE  # of a message whose sender is known only when it is there
+    pair_seq: int = NONE
     slot: int | None = None  # of the tensor in the queue of late tensors
     step: _Step | None = None  # set when the step of the row is over
 
@@ -120,6 +122,8 @@ class DeferredRows:
                 column, late = getattr(step.batch, name), getattr(hashes, name)
                 if column is not None and late is not None:
                     column[ticket.row] = late[ticket.slot]
+            if ticket.peer != NONE:
+                step.batch = _with_message(step.batch, ticket)
 
     def _release(self, max_held: int) -> list[EventBatch]:
         ready: list[EventBatch] = []
@@ -143,6 +147,15 @@ class DeferredRows:
         event = torch.cuda.Event()
         event.record(stream)
         self._streams.append(event)
+
+
+def _with_message(batch: EventBatch, ticket: Ticket) -> EventBatch:
+    columns: dict[str, Any] = {}
+    for name, dtype in (("peer", np.int32), ("pair_seq", np.int64)):
+        column = getattr(batch, name)
+        columns[name] = np.full(len(batch), NONE, dtype) if column is None else column
+        columns[name][ticket.row] = getattr(ticket, name)
+    return replace(batch, **columns)
 
 
 def _without(batch: EventBatch, rows: set[int]) -> EventBatch:

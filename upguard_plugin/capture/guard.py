@@ -19,9 +19,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.collectives import CollectiveProbe
+from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.models import named_models
@@ -36,6 +38,7 @@ from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
+from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
 
@@ -99,6 +102,7 @@ class Guard:
     rank: int = 0
     world_size: int = 1
     layout: Layout = Layout()
+    collectives: CollectiveProbe | None = None  # adapters name groups and buffers there
 
     def __init__(
         self,
@@ -135,19 +139,37 @@ class Guard:
         # In this order: a root module's batch is recorded before its own events.
         self.probes = [self.states, self.batches, ModuleProbe(self)]
         if torch.distributed.is_available() and not CollectiveProbe.in_use():
-            owners = [ParameterOwner(self.names.parameters)]
-            self.probes.append(CollectiveProbe(self.recorder, owners=owners))
+            self.collectives = self._collective_probe()
+            self.probes.append(self.collectives)
         if self.config.level == "op":
             self.probes.append(OperatorProbe(self))
         for probe in self.probes:
             probe.attach()
         atexit.register(self._close_at_exit)
 
+    def _collective_probe(self) -> CollectiveProbe:
+        reducers = [
+            ReducerBuckets(model, self.names.of)
+            for _, model in self.models
+            if isinstance(model, DistributedDataParallel)
+        ]
+        owners = [ParameterOwner(self.names.parameters)]
+        probe = CollectiveProbe(self.recorder, owners=owners, reducers=reducers)
+        # Dense axes last: an expert axis with the same ranks does not take their name.
+        for axis in sorted(self.layout.axes, key=lambda axis: axis.mesh, reverse=True):
+            if axis.size > 1:
+                probe.groups.name(axis.ranks, axis.name)
+        return probe
+
     def placement(
         self, boundary: str, role: str, slot: str, tensor: torch.Tensor
     ) -> Placement | None:
-        """Which part of a logical tensor this is, by the rules; None where nothing is known."""
-        return self.placements.of(boundary, role, slot, tensor.shape)
+        """Which part of a logical tensor this is; None where nothing is known.
+
+        A DTensor says it itself; for all others the rules do.
+        """
+        own = placement_of(tensor)
+        return self.placements.of(boundary, role, slot, tensor.shape) if own is None else own
 
     @shielded
     def begin_step_if_needed(self) -> None:
@@ -197,11 +219,15 @@ class Guard:
             return
         self.begin_step_if_needed()
         call = self.position.next_call(f"{name}:scalar")
+        # What a loop says of itself may be for its log only; the phases of the training's own
+        # scalars (learning rate, gradient norm) are for those that it surely uses.
+        phase = self.position.phase
+        phase = "loss" if phase in ("start", "clip", "optimizer") else phase
         if not isinstance(value, torch.Tensor):
-            self.recorder.record_number(name, value, call=call)
+            self.recorder.record_number(name, value, call=call, phase=phase)
             return
         number = _number_in(value) if value.is_cpu and value.numel() == 1 else None
-        self.recorder.record(name, value, role="scalar", call=call, value=number)
+        self.recorder.record(name, value, role="scalar", call=call, value=number, phase=phase)
 
     @shielded
     def observe(

@@ -163,11 +163,14 @@ class Recorder:
         op: str | None = None,
         wire: Wire | None = None,
         source: Source | None = None,
-    ) -> Ticket:
+    ) -> Ticket | None:
         """Add the event of a tensor whose contents are not valid yet; they are not read.
 
         The event stands here in program order; `fill` or `cancel` must follow, from any thread.
+        Returns None where nothing was added: the role is not selected.
         """
+        if role in self._left_out:
+            return None
         parts = (
             boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
             operator, moment, placement, group, op, source,
@@ -177,11 +180,18 @@ class Recorder:
             seq = self._add(self._rows.key_of(parts), None, call, NONE, taken)
             if wire is not None:
                 self._rows.set_wire(seq, wire)
+            if self.storages is not None and role == "output" and is_tracked(tensor):
+                self.storages.lose_sight(tensor)
+                self.storages.of(tensor).note_writer(tensor, seq)
             return self._deferred.reserve(seq - self._rows.first_seq, boundary, placement)
 
     def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Take the fingerprint of `tensor` now for a reserved event, as `record` does."""
-        self._deferred.fill(ticket, tensor)
+        try:
+            self._deferred.fill(ticket, tensor)
+        except UnsupportedTensorError as error:
+            self.note(f"a tensor of {ticket.boundary} was not recorded: {error.sentence}")
+            self._deferred.cancel(ticket)
 
     def cancel(self, ticket: Ticket) -> None:
         """Say that a reserved event will never have its tensor; a note in the trace names it."""
@@ -244,7 +254,10 @@ class Recorder:
         kind = next((k for k in _NUMBER_TYPES if isinstance(value, k)), float)
         tensor, view = self._numbers[kind]
         with self._lock:
-            # Written through numpy: an operator of torch here would be seen by dispatch modes.
+            # Written through numpy: an operator of torch here would be seen by dispatch modes. So
+            # nobody knows of the write, and a hash of it must not be used again.
+            if self.storages is not None:
+                self.storages.lose_sight(tensor)
             view[()] = value
             return self.record(
                 boundary, tensor, role=role, slot=slot, phase=phase, call=call,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -25,18 +24,7 @@ from upguard_plugin.compare.evidence import (
 )
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective
 from upguard_plugin.records import EventKey
-
-Kind = Literal[
-    "data",
-    "rng",
-    "init",
-    "forward",
-    "backward",
-    "collective",
-    "optimizer",
-    "structure",
-    "nondeterminism",
-]
+from upguard_plugin.verdict import Kind
 
 # Modules and operators whose output depends on random draws.
 _RANDOM = re.compile(

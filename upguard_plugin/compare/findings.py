@@ -183,10 +183,16 @@ def _missing_values(pairing: Pairing) -> list[Finding]:
 
 
 def _collectives_out_of_order(pairing: Pairing, chosen: Bools) -> Bools:
-    """The first pair of each group that the target ran later than one that followed it."""
+    """The first call of each group that the target launched later than one that followed it.
+
+    When a collective completes is a matter of time, not of the program.
+    """
     columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
     late = np.zeros(len(key), dtype=np.bool_)
-    pairs = np.flatnonzero(columns.is_collective[key] & chosen)
+    launches = np.array(
+        [k.role == "input" and k.moment != "completion" for k in columns.keys], dtype=np.bool_
+    )
+    pairs = np.flatnonzero(columns.is_collective[key] & launches[key] & chosen)
     if bool((np.diff(pairing.target_rows[pairs]) > 0).all()):
         return late
     by_group: dict[tuple[int, ...], list[int]] = {}

@@ -9,6 +9,7 @@ are values to compare. Neither is a module's class: it may be replaced and is st
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ class KeyColumns:
     is_operator: Bools  # an operator call; else a module, a state, a batch
     is_collective: Bools
     is_switch: Bools  # chooses an implementation of the optimizer, not what it computes
+    is_logged: Bools  # a scalar that the user handed over, perhaps for the log only
     parameters: frozenset[str]  # boundaries that are parameters
     roles: frozenset[str]
 
@@ -66,6 +68,7 @@ class KeySpace:
             np.array([is_operator(key) for key in keys], dtype=np.bool_),
             np.array([is_collective(key) for key in keys], dtype=np.bool_),
             np.array([_is_switch(key) for key in keys], dtype=np.bool_),
+            np.array([_is_logged(key) for key in keys], dtype=np.bool_),
             frozenset(key.boundary for key in keys if key.role == "param"),
             frozenset(key.role for key in keys),
         )
@@ -95,6 +98,12 @@ def is_collective(key: EventKey) -> bool:
 
 def _is_switch(key: EventKey) -> bool:
     return key.role == "scalar" and key.boundary.rpartition(".")[2] in SWITCHES
+
+
+def _is_logged(key: EventKey) -> bool:
+    # Gradient norm, loss scale, clip coefficient, an optimizer's settings: the training's own.
+    own = key.phase in ("start", "clip") or re.match(r"optimizer\d*\.", key.boundary)
+    return key.role == "scalar" and not own
 
 
 def _place(key: EventKey) -> tuple[Hashable, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from upguard_plugin.compare.run import Run
-from upguard_plugin.compare.scan import RankScan
+from upguard_plugin.compare.scan import CHOICES, RankScan
 from upguard_plugin.compare.selection import Selection
 
 NEVER_FIRED = "never fired: "  # how a rank's note of a probe that saw no tensor begins
@@ -25,25 +25,18 @@ def refusal(baseline: Run, target: Run) -> str | None:
             f"fingerprints of version {versions[0]} and {versions[1]} cannot be compared: "
             "record one of the runs again with the other's UpGuard"
         )
-    sizes = (baseline.manifest.world_size, target.manifest.world_size)
-    if sizes[0] != sizes[1]:
-        return (
-            f"the layouts differ: {_count(sizes[0], 'rank')} against {_count(sizes[1], 'rank')}; "
-            "only runs of one layout can be compared"
-        )
-    for rank in sorted(set(baseline.ranks) & set(target.ranks)):
-        layouts = (baseline.layout(rank), target.layout(rank))
-        if layouts[0].axes and layouts[1].axes and layouts[0] != layouts[1]:
-            named = [
-                " ".join(f"{axis.name}={axis.index}/{axis.size}" for axis in layout.axes)
-                + ("" if layout.zero_stage is None else f" zero_stage={layout.zero_stage}")
-                for layout in layouts
-            ]
-            return (
-                f"the layouts differ: rank {rank} is {named[0]} against {named[1]}; "
-                "only runs of one layout can be compared"
-            )
     return None
+
+
+def layouts_differ(baseline: Run, target: Run) -> bool:
+    """Whether the runs used their ranks in different ways. A layout that is not known is any."""
+    if baseline.manifest.world_size != target.manifest.world_size:
+        return True
+    layouts = [
+        (baseline.layout(rank), target.layout(rank))
+        for rank in sorted(set(baseline.ranks) & set(target.ranks))
+    ]
+    return any(ours.axes and theirs.axes and ours != theirs for ours, theirs in layouts)
 
 
 def obstacles(
@@ -159,6 +152,10 @@ def differences_of_runs(baseline: Run, target: Run) -> list[str]:
         notes.append("program: the same in both runs" if same else "program: the sources differ")
     if ours.level != theirs.level:
         notes.append(f"level: {ours.level} against {theirs.level}; compared is what both record")
+    for name in CHOICES:
+        mine, other = ours.config.get(name), theirs.config.get(name)
+        if mine != other:
+            notes.append(f"{name}: {mine} against {other}; compared is what both record")
     for side, run in (("baseline", baseline), ("target", target)):
         if run.attempts:
             names = _listed([path.name for path in run.attempts])

@@ -29,12 +29,23 @@ def origin_of(finding: Finding, pairing: Pairing, chosen: Bools) -> Finding:
     key = finding.key(pairing)
     if finding.what != "value" or finding.baseline_row is None:
         return finding
+    if key.role == "rng" and key.phase != "start":
+        return _drawn(finding, pairing, chosen)
     if key.phase == "accumulate" and key.role in ("grad", "main_grad"):
         finding = _gradient_at_owner(finding, pairing, chosen)
         key = finding.key(pairing)
     if key.phase == "backward" and key.role in ("grad_input", "grad_output"):
         return _innermost(finding, pairing, chosen)
     return finding
+
+
+def _drawn(finding: Finding, pairing: Pairing, chosen: Bools) -> Finding:
+    """What a call gave that drew from another random state; the state where that is not seen."""
+    row = finding.baseline_row
+    assert row is not None
+    outputs = pairing.of_call(row, "output")
+    outputs = outputs[pairing.differs[outputs] & chosen[outputs]]
+    return _finding(pairing, int(outputs[0])) if len(outputs) else finding
 
 
 def _gradient_at_owner(finding: Finding, pairing: Pairing, chosen: Bools) -> Finding:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from upguard_plugin.records import Layout
 from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
@@ -26,6 +26,8 @@ class Manifest(Protocol):
     def world_size(self) -> int: ...
     @property
     def level(self) -> str: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
     @property
     def versions(self) -> Mapping[str, str]: ...
     @property

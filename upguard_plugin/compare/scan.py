@@ -9,6 +9,7 @@ read: there everything may differ, and nothing of it is the answer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from upguard_plugin.compare.findings import Finding, find, pair_places
 from upguard_plugin.compare.keys import ROLE_NUMBER
 from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.steps import RankSteps
 from upguard_plugin.compare.unused import Memory
@@ -25,7 +27,25 @@ from upguard_plugin.records import LEVELS
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+CHOICES = ("modules", "roles", "weights_in_use")  # settings that choose what is recorded
 _SAID_BY_ANY_RUN = [ROLE_NUMBER[role] for role in ("scalar", "rng", "data", "sample")]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How far the two runs were told to record the same."""
+
+    coarser_level: str | None = None  # where their levels differ
+    record_alike: bool = True  # the same modules and roles
+
+    @classmethod
+    def of(cls, baseline: Run, target: Run) -> Settings:
+        ours, theirs = baseline.manifest, target.manifest
+        levels = {ours.level, theirs.level}
+        return cls(
+            None if len(levels) == 1 else min(levels, key=LEVELS.index),
+            all(ours.config.get(name) == theirs.config.get(name) for name in CHOICES),
+        )
 
 
 @dataclass(slots=True)
@@ -51,15 +71,15 @@ class RankScan:
 
 
 def scan_rank(
-    steps: RankSteps, selection: Selection, levels: tuple[str, str], *, verify: bool = False
-) -> RankScan:
-    """Compare one rank up to its first divergent step.
+    scan: RankScan, selection: Selection, settings: Settings, *, verify: bool = False
+) -> Iterator[int]:
+    """Compare one rank up to its first divergent step and fill in `scan`; yields each step.
 
-    levels: of capture, the baseline's and the target's. Raises TraceError for damaged files.
+    Raises TraceError for damaged files.
     """
-    scan = RankScan(steps.rank, steps)
-    memory = Memory()
+    steps, memory = scan.steps, Memory()
     for step in steps.common:
+        yield step
         entries = (steps.baseline[step], steps.target[steps.partner[step]])
         if not selection.has_step(step):
             scan.filtered += entries[0].num_events
@@ -70,7 +90,7 @@ def scan_rank(
             continue
         whole = steps.pairing(step, verify)
         assert whole is not None
-        pairing, chosen = _restricted(scan, whole, selection, levels)
+        pairing, chosen = _restricted(scan, whole, selection, settings)
         found = find(pairing, chosen, memory)
         for name in found.unused:
             scan.unused.setdefault(name, step)
@@ -79,8 +99,7 @@ def scan_rank(
         _count_pairs(scan, step, pairing, chosen, found.divergent)
         if found.divergent:
             scan.step, scan.findings, scan.chosen = step, found.divergent, chosen
-            break
-    return scan
+            return
 
 
 def _count_equal_step(scan: RankScan, step: int, num_events: int) -> None:
@@ -92,29 +111,29 @@ def _count_equal_step(scan: RankScan, step: int, num_events: int) -> None:
 
 
 def _restricted(
-    scan: RankScan, pairing: Pairing, selection: Selection, levels: tuple[str, str]
+    scan: RankScan, pairing: Pairing, selection: Selection, settings: Settings
 ) -> tuple[Pairing, Bools]:
     """The pairing without lonely events that nobody asked for, and which pairs are asked for."""
     chosen_b = selection.has_keys(pairing.baseline.columns.keys)
     chosen_t = selection.has_keys(pairing.target.columns.keys)
     chosen = chosen_b[pairing.baseline.key[pairing.baseline_rows]]
-    alone_b = _wanted(pairing.baseline, pairing.baseline_alone, chosen_b, levels)
-    alone_t = _wanted(pairing.target, pairing.target_alone, chosen_t, levels)
+    alone_b = _wanted(pairing.baseline, pairing.baseline_alone, chosen_b, settings)
+    alone_t = _wanted(pairing.target, pairing.target_alone, chosen_t, settings)
     scan.filtered += int((~chosen).sum())
     scan.filtered += len(pairing.baseline_alone) - len(alone_b)
     scan.filtered += len(pairing.target_alone) - len(alone_t)
     return replace(pairing, baseline_alone=alone_b, target_alone=alone_t), chosen
 
 
-def _wanted(side: Side, rows: Ints, chosen: Bools, levels: tuple[str, str]) -> Ints:
-    """Rows that were asked for and that both levels of capture record."""
+def _wanted(side: Side, rows: Ints, chosen: Bools, settings: Settings) -> Ints:
+    """Rows that were asked for and that the settings of both runs record."""
     key = side.key[rows]
     wanted = chosen[key]
-    if levels[0] != levels[1]:
-        # What only the finer level records cannot be missing in the other run.
-        coarser = min(levels, key=LEVELS.index)
-        finer_only = side.columns.is_operator[key] | (coarser == "stage")
-        wanted &= ~finer_only | side.columns.is_collective[key]
+    if settings.coarser_level is not None or not settings.record_alike:
+        # What only one run's settings record cannot be missing in the other.
+        one_sided = side.columns.is_operator[key] | (settings.coarser_level == "stage")
+        one_sided |= not settings.record_alike
+        wanted &= ~one_sided | side.columns.is_collective[key]
     return rows[wanted]
 
 

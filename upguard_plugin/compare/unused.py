@@ -21,11 +21,6 @@ from upguard_plugin.compare.pairing import Pairing
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-# Scalars of these phases are the training's own and always count.
-_USED_SCALARS = np.isin(
-    np.arange(len(PHASE_NUMBER)), [PHASE_NUMBER[p] for p in ("start", "clip", "optimizer")]
-)
-
 States = tuple[int, int]  # fingerprints of a generator's state in the baseline and the target
 
 
@@ -72,7 +67,7 @@ def _states(pairing: Pairing, pair: int) -> States:
 def unused_scalars(pairing: Pairing, values: Bools, places: Ints) -> Bools:
     """Which pairs are recorded scalars that differ with nothing behind them that does."""
     columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
-    logged = (columns.role[key] == ROLE_NUMBER["scalar"]) & ~_USED_SCALARS[columns.phase[key]]
+    logged = columns.is_logged[key]
     others = values & ~logged
     last = int(places[others].max()) if others.any() else -1
     unused: Bools = values & logged & (places > last)

@@ -10,15 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, njit
 from numba import uint64 as u64
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from upguard_plugin.fingerprint import keys
 from upguard_plugin.fingerprint.cache import compile_kernel
 from upguard_plugin.fingerprint.residues import add, join_limbs, key_a, multiply, pointer
+from upguard_plugin.fingerprint.vector import BLOCKS_AT_ONCE, LANES, LIMBS, vector_sums
 
 Word = Any  # uint64 in a register
 Words = Any  # memory seen as uint64
@@ -29,77 +27,17 @@ MAX_DIMS = 4  # outer dims of one sweep; see `sweeps.py`
 SWEEP_COLUMNS = 8 + 3 * MAX_DIMS  # the last two are for `measure.py`
 
 KEYS_B = np.array(keys.KEYS_B)
-# [3, 1024]: limbs of neighbouring words share 64 bits, as the words of a pair do. Halves of 64-bit
-# lanes are what the 32 x 32 -> 64 bit vector multiply takes.
-LIMBS = np.stack([limb.view(np.uint64) for limb in keys.limbs(keys.KEYS_B)])
 PAIRS_PER_BLOCK = keys.BLOCK_WORDS // 2
-LANES = 8  # one AVX-512 register, two of AVX2
-PREFETCH_BYTES = 2 * keys.BLOCK_BYTES  # far enough for memory, and still in L2 when it is used
 
-
-@intrinsic
-def _vector_sums(typing_context: Any, address: Any, limbs: Any, num_bytes: Any) -> Any:
-    """Sums over num_bytes / 8 pairs of words: their products with each limb, and the pairs as is.
-
-    Written as vector code because a loop left to the compiler cannot prefetch. `address` and
-    `limbs` are read 64 bytes at a time; num_bytes is a multiple of 64.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address, limbs, num_bytes = args
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        vector = ir.VectorType(int64, LANES)
-        low_half = ir.Constant(vector, [0xFFFFFFFF] * LANES)
-        half_width = ir.Constant(vector, [32] * LANES)
-        byte_pointer = ir.IntType(8).as_pointer()
-        prefetch = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32]),
-            "llvm.prefetch.p0i8",
-        )
-
-        def load(at: Any) -> Any:
-            loaded = builder.load(builder.inttoptr(at, vector.as_pointer()))
-            loaded.align = 1
-            return loaded
-
-        zero = ir.Constant(vector, [0] * LANES)
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(4)]
-        step = ir.Constant(int64, 8 * LANES)
-        start = ir.Constant(int64, 0)
-        with cgutils.for_range_slice(builder, start, num_bytes, step) as (position, _):
-            here = builder.add(address, position)
-            ahead = builder.add(here, ir.Constant(int64, PREFETCH_BYTES))
-            where = [ir.Constant(int32, flag) for flag in (0, 2, 1)]  # read, to L2, data
-            builder.call(prefetch, [builder.inttoptr(ahead, byte_pointer), *where])
-            pair = load(here)
-            first, second = builder.and_(pair, low_half), builder.lshr(pair, half_width)
-            for k in range(3):
-                table = ir.Constant(int64, k * 8 * PAIRS_PER_BLOCK)
-                limb = load(builder.add(limbs, builder.add(position, table)))
-                products = builder.add(
-                    builder.mul(first, builder.and_(limb, low_half)),
-                    builder.mul(second, builder.lshr(limb, half_width)),
-                )
-                builder.store(builder.add(builder.load(sums[k]), products), sums[k])
-            builder.store(builder.add(builder.load(sums[3]), pair), sums[3])
-        totals = []
-        for kept in sums:
-            lanes = builder.load(kept)
-            total = ir.Constant(int64, 0)
-            for k in range(LANES):
-                total = builder.add(total, builder.extract_element(lanes, ir.Constant(int32, k)))
-            totals.append(total)
-        return context.make_tuple(builder, signature.return_type, totals)
-
-    return types.UniTuple(types.uint64, 4)(types.uint64, types.uint64, types.uint64), generate
+_one_block_sums = vector_sums(1)
+_many_block_sums = vector_sums(BLOCKS_AT_ONCE)
 
 
 @njit
 def _block_sums(pairs: Words, first: int) -> tuple[Word, Word, Word, Word]:
-    """The sums of `_vector_sums` over pairs that lie in one block, from its pair `first` on."""
+    """The sums of `vector_sums` over pairs that lie in one block, from its pair `first` on."""
     whole = pairs.shape[0] & ~(LANES - 1)
-    a0, a1, a2, s = _vector_sums(
+    s, a0, a1, a2 = _one_block_sums(
         u64(pairs.ctypes.data), u64(LIMBS.ctypes.data + 8 * first), u64(8 * whole)
     )
     for k in range(whole, pairs.shape[0]):
@@ -142,10 +80,21 @@ def hash_stretch(address: int, num_bytes: int, offset: int, with_sum: int) -> tu
     i = 0
     while i < num_pairs:
         c = (first + i) & (PAIRS_PER_BLOCK - 1)
+        block = u64((first + i) >> 10)
+        if c == 0 and num_pairs - i >= BLOCKS_AT_ONCE * PAIRS_PER_BLOCK:
+            sums = _many_block_sums(
+                u64(pairs.ctypes.data + 8 * i), u64(LIMBS.ctypes.data), u64(8 * PAIRS_PER_BLOCK)
+            )
+            s += sums[0]
+            for k in range(BLOCKS_AT_ONCE):
+                joined = join_limbs(sums[3 * k + 1], sums[3 * k + 2], sums[3 * k + 3])
+                h = add(h, multiply(joined, key_a(block + u64(k))))
+            i += BLOCKS_AT_ONCE * PAIRS_PER_BLOCK
+            continue
         n = min(PAIRS_PER_BLOCK - c, num_pairs - i)
         a0, a1, a2, block_s = _block_sums(pairs[i : i + n], c)
         s += block_s
-        h = add(h, multiply(join_limbs(a0, a1, a2), key_a(u64((first + i) >> 10))))
+        h = add(h, multiply(join_limbs(a0, a1, a2), key_a(block)))
         i += n
     done = head + 8 * num_pairs
     if done < num_bytes:

@@ -24,7 +24,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: float, total: int) -> None:
         if not self._shown or time.monotonic() - self._start_s < PATIENCE_S:
             return
         if self._bar is None:

@@ -51,13 +51,42 @@ class Plan:
     has_completion: bool = True  # False: there is nothing to see when it is over
 
     @property
+    def from_any(self) -> bool:
+        """Whether it receives from whoever sends first."""
+        return self.tag is not None and self.peer is None
+
+    @property
     def reduces(self) -> bool:
         return bool(self.reduce_op)
+
+    def describe(self, factor: float | None = None) -> str:
+        """The operation in words: "all_reduce sum", "broadcast from 3"."""
+        words = [self.name]
+        if self.reduce_op:
+            words.append(self.reduce_op)
+        if factor is not None:
+            words.append(f"{factor:g}")
+        if self.root is not None:
+            words.append(f"{'to' if self.name in ('reduce', 'gather') else 'from'} {self.root}")
+        return " ".join(words)
+
+    def untouched_inputs(self) -> tuple[Buffer, ...]:
+        """Inputs that it must leave alone: those that share no memory with an output."""
+        if self.spoils_inputs:
+            return ()
+        written = {_storage(buffer.tensor) for buffer in self.outputs}
+        return tuple(b for b in self.inputs if _storage(b.tensor) not in written)
 
 
 def plan(operator: str, args: Args, member: Member) -> Plan:
     """The plan of one call. operator: a name of `OPERATORS`."""
     return OPERATORS[operator](args, member)
+
+
+def _storage(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr()
 
 
 def _slots(tensors: Sequence[Tensor]) -> tuple[Buffer, ...]:

@@ -10,14 +10,16 @@ GIL. An event stands in program order where its collective was launched, also wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup, Work
+from torch.utils._python_dispatch import _disable_current_modes
 
+from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.caller import Caller, find_caller
 from upguard_plugin.capture.collectives.groups import Groups, Member
 from upguard_plugin.capture.collectives.owners import OwnerOf
@@ -27,10 +29,11 @@ from upguard_plugin.capture.deferred import Ticket
 from upguard_plugin.capture.recorder import Recorder, Wire
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.errors import UsageError
-from upguard_plugin.records import ROLES
 
 _KEY = torch._C.DispatchKey.BackendSelect
 _PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
+_BEFORE_BACKWARD = ("start", "data", "forward", "loss")
+_UP_TO_BACKWARD = (*_BEFORE_BACKWARD, "backward", "recompute", "accumulate")
 _GRADIENT_ENDS = (".grad", ".main_grad")  # how a buffer's owner says that it holds gradients
 
 
@@ -39,7 +42,7 @@ class _Launch:
     """A collective on its way to torch's kernel."""
 
     plan: Plan
-    process_group: ProcessGroup
+    member: Member
     caller: Caller
     boundary: str
     fields: dict[str, Any]  # of all its events, as `Recorder.record` takes them
@@ -54,14 +57,14 @@ class CollectiveProbe:
         self,
         recorder: Recorder,
         *,
-        roles: Collection[str] = ROLES,
         owners: Sequence[OwnerOf] = (),
+        reducers: Sequence[ReducerBuckets] = (),
     ) -> None:
-        """roles: which of "input" and "output" are recorded. owners: who can name a buffer."""
+        """owners: who can name a buffer. reducers: of the models that DDP wraps."""
         self.recorder = recorder
         self.groups = Groups()
         self.owners = list(owners)
-        self._roles = roles
+        self._reducers = tuple(reducers)
         self._works = Works()
         self._library: torch.library.Library | None = None
         self._functional: torch.library.Library | None = None
@@ -77,10 +80,13 @@ class CollectiveProbe:
             raise UsageError("cannot record collectives twice: another guard is open in this run")
         CollectiveProbe._attached = self
         self._works.attach()
+        for reducer in self._reducers:
+            reducer.attach()
         self._library = torch.library.Library("c10d", "IMPL")
         for name in OPERATORS:
             operator = getattr(torch.ops.c10d, name).default
-            call = partial(self._call, name, operator)
+            types = [str(argument.type) for argument in operator._schema.arguments]
+            call = partial(self._call, name, operator, types.index(_PROCESS_GROUP))
             self._library.impl(name, call, "BackendSelect", with_keyset=True)
         self._functional = torch.library.Library("_c10d_functional", "IMPL")
         self._functional.impl("wait_tensor", self._wait_tensor, "BackendSelect", with_keyset=True)
@@ -92,12 +98,14 @@ class CollectiveProbe:
         for library in (self._library, self._functional):
             if library is not None:
                 library._destroy()
+        for reducer in self._reducers:
+            reducer.detach()
         self._works.detach()
         self._works.catch_up()
         CollectiveProbe._attached = None
         left = self._works.abandon()
         for pending in left:
-            pending.finish(False)
+            pending.finish(pending.work, False)
         if self._works.num_dropped or left:
             self.recorder.note(
                 f"{self._works.num_dropped} works of collectives were dropped without a wait, "
@@ -108,14 +116,16 @@ class CollectiveProbe:
         self,
         name: str,
         operator: torch._ops.OpOverload,
+        group_index: int,
         keys: torch._C.DispatchKeySet,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        launch = self._before(name, args)
+        group = ProcessGroup.unbox(args[group_index])
+        launch = self._before(name, group, args)
         result = operator.redispatch(keys.remove(_KEY), *args, **kwargs)
         if launch is not None:
-            self._after(launch, result)
+            self._after(launch, group, result)
         return result
 
     def _wait_tensor(self, keys: torch._C.DispatchKeySet, tensor: torch.Tensor) -> torch.Tensor:
@@ -125,23 +135,18 @@ class CollectiveProbe:
         return result
 
     @shielded
-    def _before(self, name: str, args: Sequence[Any]) -> _Launch | None:
+    def _before(self, name: str, group: ProcessGroup, args: Sequence[Any]) -> _Launch | None:
         """Number the call, and record its inputs if the step is recorded."""
-        process_group = next(
-            ProcessGroup.unbox(arg)
-            for arg in args
-            if isinstance(arg, torch.ScriptObject) and _is_process_group(arg)
-        )
-        member = self.groups.member(process_group)
+        member = self.groups.member(group)
         what = plan(name, args, member)
         wire = self._number(what, member)
         if not self.recorder.active or _is_traced(what):
             return None
         caller = find_caller(with_factor=what.reduce_op == "premul_sum")
-        boundary = self._boundary(what, member)
+        boundary = self._boundary(what, member, caller)
         launch = _Launch(
             what,
-            process_group,
+            member,
             caller,
             boundary,
             {
@@ -149,80 +154,96 @@ class CollectiveProbe:
                 "operator": f"c10d.{name}",
                 "call": self.recorder.position.next_call(boundary),
                 "group": member.group,
-                "op": _describe(what, caller),
+                "op": what.describe(caller.factor),
                 "wire": wire,
                 "source": caller.source,
             },
         )
-        if "input" in self._roles:
-            with torch.no_grad():
-                for buffer in what.inputs:
-                    self.recorder.record(
-                        boundary, _dense(buffer.tensor), role="input", slot=buffer.slot,
-                        moment="launch", placement=buffer.placement, **launch.fields,
-                    )  # fmt: skip
+        with torch.no_grad():
+            for buffer in what.inputs:
+                self.recorder.record(
+                    boundary, _dense(buffer.tensor), role="input", slot=buffer.slot,
+                    moment="launch", placement=buffer.placement, **launch.fields,
+                )  # fmt: skip
         return launch
 
     @shielded
-    def _after(self, launch: _Launch, result: Any) -> None:
+    def _after(self, launch: _Launch, group: ProcessGroup, result: Any) -> None:
         """Reserve the events of the completion, and see to it that they are filled."""
         what = launch.plan
-        if not what.has_completion:
+        # What a functional send returns is not what it sends: nothing says when that is free again.
+        if not what.has_completion or (what.name == "send" and launch.caller.functional):
             return
         tickets = [
-            (self._reserve(launch, "input", buffer), buffer.tensor)
-            for buffer in _untouched_inputs(what)
-            if "input" in self._roles
-        ]
-        tickets += [
-            (self._reserve(launch, "output", buffer), buffer.tensor)
-            for buffer in what.outputs
-            if "output" in self._roles
+            (ticket, buffer.tensor)
+            for role, buffers in (("input", what.untouched_inputs()), ("output", what.outputs))
+            for buffer in buffers
+            if (ticket := self._reserve(launch, role, buffer)) is not None
         ]
         if not tickets:
             return
         handle = result[-1] if isinstance(result, tuple) else result
-        finish = partial(self._finish, tickets)
+        finish = partial(self._finish, launch, tickets)
         if handle is None:  # ordered by the current stream
-            finish(True)
+            finish(None, True)
             return
         tensors = [buffer.tensor for buffer in (*what.inputs, *what.outputs)]
         on_cpu = all(tensor.is_cpu for tensor in tensors)
         caller = launch.caller
         pending = Pending(Work.unbox(handle), tensors, finish, functional=caller.functional)
-        self._works.add(pending, launch.process_group, by_future=on_cpu or caller.from_cpp)
+        self._works.add(pending, group, by_future=on_cpu or caller.from_cpp)
 
-    def _reserve(self, launch: _Launch, role: str, buffer: Buffer) -> Ticket:
+    def _reserve(self, launch: _Launch, role: str, buffer: Buffer) -> Ticket | None:
         return self.recorder.reserve(
-            launch.boundary, _dense(buffer.tensor), role=role, slot=buffer.slot,
+            launch.boundary, buffer.tensor, role=role, slot=buffer.slot,
             moment="completion", placement=buffer.placement, **launch.fields,
         )  # fmt: skip
 
     @shielded
-    def _finish(self, tickets: Sequence[tuple[Ticket, torch.Tensor]], final: bool) -> None:
+    def _finish(
+        self,
+        launch: _Launch,
+        tickets: Sequence[tuple[Ticket, torch.Tensor]],
+        work: Work | None,
+        final: bool,
+    ) -> None:
         """The work is over. Called from any thread; the buffers are final unless it failed."""
-        with torch.no_grad():
+        if self.recorder.failure:
+            return
+        with torch.no_grad(), _disable_current_modes():
             for ticket, tensor in tickets:
-                if final and not self.recorder.failure:
-                    self.recorder.fill(ticket, _dense(tensor))
-                else:
+                if not final:
                     self.recorder.cancel(ticket)
+                    continue
+                if work is not None and launch.plan.from_any:
+                    ticket.peer, ticket.pair_seq = self._sender(launch, work)
+                self.recorder.fill(ticket, _dense(tensor))
+
+    def _sender(self, launch: _Launch, work: Work) -> tuple[int, int]:
+        """(global rank, number of the message) of the one that a receive from any has met."""
+        member, what = launch.member, launch.plan
+        source = member.global_rank(work._source_rank())
+        here = member.global_rank(member.index)
+        assert what.tag is not None
+        return source, self.groups.next_message(member.group, source, here, what.tag)
 
     def _number(self, what: Plan, member: Member) -> Wire:
         if what.tag is None:
             return Wire(group_seq=self.groups.next_collective(member.group))
-        if what.peer is None:  # from any source: who it was is known only afterwards
+        if what.peer is None:  # from any: who it was is known only afterwards
             return Wire(tag=what.tag)
         here = member.global_rank(member.index)
         ends = (here, what.peer) if what.name == "send" else (what.peer, here)
         number = self.groups.next_message(member.group, *ends, what.tag)
         return Wire(peer=what.peer, tag=what.tag, pair_seq=number)
 
-    def _boundary(self, what: Plan, member: Member) -> str:
+    def _boundary(self, what: Plan, member: Member, caller: Caller) -> str:
         """What people read: the operation, its group, and whose data it is, where known."""
         boundary = f"{what.name}[{member.group.name}]"
         buffers = what.outputs or what.inputs
-        names = [name for buffer in buffers if (name := self._owner_of(buffer.tensor))]
+        by_reducer = caller.from_cpp and caller.in_backward
+        owner_of = self._bucket_of if by_reducer else self._owner_of
+        names = [name for buffer in buffers if (name := owner_of(buffer.tensor))]
         if not names:
             return boundary
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -231,51 +252,28 @@ class CollectiveProbe:
     def _owner_of(self, tensor: torch.Tensor) -> str | None:
         return next((name for owner in self.owners if (name := owner(tensor))), None)
 
+    def _bucket_of(self, tensor: torch.Tensor) -> str | None:
+        return next((name for one in self._reducers if (name := one.name_next(tensor))), None)
+
     def _phase(self, what: Plan, caller: Caller, boundary: str) -> str:
-        """Collectives for gradients belong to `grad_sync`, also while backward still runs."""
+        """The loop's phase, which may not know yet that backward has begun.
+
+        Collectives for gradients belong to `grad_sync`, also while backward still runs.
+        """
         phase = self.recorder.position.phase
-        if phase != "backward":
+        if phase not in _UP_TO_BACKWARD:
             return phase
-        is_gradient = (
-            caller.from_cpp
-            or (what.reduces and caller.in_gradient_code)
-            or boundary.endswith(_GRADIENT_ENDS)
-        )
-        return "grad_sync" if is_gradient else phase
-
-
-def _is_process_group(argument: torch.ScriptObject) -> bool:
-    return str(argument._type()) == _PROCESS_GROUP
+        by_reducer = caller.from_cpp and caller.in_backward
+        by_gradient_code = caller.in_gradient_code and caller.in_backward
+        of_gradient = boundary.endswith(_GRADIENT_ENDS)
+        if by_reducer or (what.reduces and (by_gradient_code or of_gradient)):
+            return "grad_sync"
+        return "backward" if caller.in_backward and phase in _BEFORE_BACKWARD else phase
 
 
 def _is_traced(what: Plan) -> bool:
     """Whether nothing is computed now: the tensors are those of a compiler's trace."""
     return any(b.tensor.device.type == "meta" for b in (*what.inputs, *what.outputs))
-
-
-def _describe(what: Plan, caller: Caller) -> str:
-    words = [what.name]
-    if what.reduce_op:
-        words.append(what.reduce_op)
-    if caller.factor is not None:
-        words.append(f"{caller.factor:g}")
-    if what.root is not None:
-        words.append(f"{'to' if what.name in ('reduce', 'gather') else 'from'} {what.root}")
-    return " ".join(words)
-
-
-def _untouched_inputs(what: Plan) -> tuple[Buffer, ...]:
-    """Inputs that the collective must leave alone: those that share no memory with an output."""
-    if what.spoils_inputs:
-        return ()
-    written = {_storage(buffer.tensor) for buffer in what.outputs}
-    return tuple(b for b in what.inputs if _storage(b.tensor) not in written)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.untyped_storage().data_ptr()
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

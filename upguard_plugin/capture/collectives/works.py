@@ -40,7 +40,7 @@ class Pending:
 
     work: Work
     tensors: Sequence[torch.Tensor]  # all buffers, also those that nobody looks at
-    finish: Callable[[bool], None]  # called once; True: the buffers are final, False: never
+    finish: Callable[[Work, bool], None]  # called once; True: the buffers are final, False: never
     functional: bool = False  # torch waits for it by its tensor, not by its Work
     future: Any = None  # where its callback finishes
 
@@ -135,7 +135,7 @@ class Works:
             if not many:
                 del self._pending[id(pending.work)]
             self._finishing.add(pending)
-        pending.finish(final)
+        pending.finish(pending.work, final)
         with self._finished:
             self._finishing.discard(pending)
             self._finished.notify_all()
@@ -156,7 +156,7 @@ class Works:
                 del self._pending[key]
                 self.num_dropped += len(many)
                 for pending in many:
-                    pending.finish(False)
+                    pending.finish(pending.work, False)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name)
@@ -209,7 +209,7 @@ class Works:
                     self._pending.setdefault(id(work), []).extend(coalesced)
         if work is None:  # ordered by the stream
             for pending in coalesced:
-                pending.finish(True)
+                pending.finish(pending.work, True)
         return work
 
 
