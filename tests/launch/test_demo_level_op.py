@@ -1,4 +1,4 @@
-"""Megatron with tensor parallelism at level `op`: same weights as without, and repeats are equal."""
+"""Megatron with tensor parallelism at level `op`: same weights, and repeats are identical."""
 
 from __future__ import annotations
 
