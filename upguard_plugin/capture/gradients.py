@@ -82,12 +82,24 @@ class GradientProbe:
         ranks have agreed on (`grad_sync`); what changes them later is unscale and clip. operator:
         what has just changed them. Call n is the n-th such look in the step.
         """
+        grads = [(name, p.grad) for name, p in parameters if _is_expected(p)]
+        self.record_parts(grads, role=role, operator=operator)
+
+    def record_parts(
+        self,
+        grads: Sequence[tuple[str, Tensor | None]],
+        *,
+        role: str,
+        operator: str | None = None,
+    ) -> None:
+        """As `record_complete`, with the gradients themselves."""
         phase = "clip" if self._complete or not _is_distributed() else "grad_sync"
         with Snapshot(self._guard, phase, operator=operator) as now:
-            now.call = self._guard.position.next_call(f"{role} complete after {operator}")
-            now.tensors(role, role, _grads_of(parameters))
-            for name, parameter in parameters:
-                if parameter.grad is None and parameter.requires_grad:
+            first = grads[0][0] if grads else ""
+            now.call = self._guard.position.next_call(f"{role} {first} complete after {operator}")
+            now.tensors(role, role, [(name, g) for name, g in grads if g is not None])
+            for name, grad in grads:
+                if grad is None:
                     now.value(name, role, role, None)
 
     def mark_complete(self) -> None:
@@ -182,6 +194,10 @@ class GradientProbe:
             partial = replace(placement, partial=(*placement.partial, *axes))
             self._partial[placement, axes] = partial
         return self._partial[placement, axes]
+
+
+def _is_expected(parameter: Tensor) -> bool:
+    return parameter.grad is not None or parameter.requires_grad
 
 
 def _grads_of(parameters: Iterable[NamedParameter]) -> list[tuple[str, Tensor]]:

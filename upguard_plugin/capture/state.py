@@ -40,7 +40,7 @@ class StateProbe:
         self.at_rest: Callable[[str, Tensor], Tensor | None] = _whole
         self._guard = guard
         self.gradients = GradientProbe(guard)
-        self.optimizers = OptimizerProbe(guard, self.gradients, self._on_update)
+        self.optimizers = OptimizerProbe(guard, self.gradients, self.mark_recorded)
         self.clipping = ClippingProbe(guard, self.gradients, self.optimizers.name_of)
         self._started = -1  # the step whose start is recorded
         self._updated: set[str] = set()  # parameters recorded after an optimizer's step
@@ -71,6 +71,7 @@ class StateProbe:
         self.gradients.watch(parameters)
         with Snapshot(self._guard, "start") as now:
             now.tensors("param", "value", self._parts_at_rest(parameters))
+            now.tensors("param", "tied", names.tied)
             now.tensors("buffer", "value", names.buffers.items())
             self.optimizers.record_start(now)
             self.clipping.record_start(now)
@@ -96,6 +97,7 @@ class StateProbe:
         ]
         with Snapshot(self._guard, "optimizer") as now:
             now.tensors("param", "value", self._parts_at_rest(left))
+            now.tensors("param", "tied", names.tied)
             for source in self.sources:
                 source(now)
             # A generator that nobody draws from ends every step as it began it: whatever its state
@@ -107,7 +109,8 @@ class StateProbe:
         parts = ((name, self.at_rest(name, parameter)) for name, parameter in parameters)
         return [(name, part) for name, part in parts if part is not None]
 
-    def _on_update(self, names: Sequence[str]) -> None:
+    def mark_recorded(self, names: Sequence[str]) -> None:
+        """Say that what this step leaves of these parameters is recorded."""
         self._updated.update(names)
 
 

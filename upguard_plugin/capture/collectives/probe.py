@@ -10,7 +10,7 @@ GIL. An event stands in program order where its collective was launched, also wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ from upguard_plugin.capture.deferred import Ticket
 from upguard_plugin.capture.recorder import Recorder, Wire
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.errors import UsageError
+from upguard_plugin.records import Placement
 
 _KEY = torch._C.DispatchKey.BackendSelect
 _PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
@@ -64,6 +65,8 @@ class CollectiveProbe:
         self.recorder = recorder
         self.groups = Groups()
         self.owners = list(owners)
+        # Adapters that know of buffers with padding, or whose parts are not in rank order.
+        self.placers: list[Callable[[torch.Tensor], Placement | None]] = []
         self._reducers = tuple(reducers)
         self._works = Works()
         self._library: torch.library.Library | None = None
@@ -163,7 +166,7 @@ class CollectiveProbe:
             for buffer in what.inputs:
                 self.recorder.record(
                     boundary, _dense(buffer.tensor), role="input", slot=buffer.slot,
-                    moment="launch", placement=buffer.placement, **launch.fields,
+                    moment="launch", placement=self._placement_of(buffer), **launch.fields,
                 )  # fmt: skip
         return launch
 
@@ -196,7 +199,7 @@ class CollectiveProbe:
     def _reserve(self, launch: _Launch, role: str, buffer: Buffer) -> Ticket | None:
         return self.recorder.reserve(
             launch.boundary, buffer.tensor, role=role, slot=buffer.slot,
-            moment="completion", placement=buffer.placement, **launch.fields,
+            moment="completion", placement=self._placement_of(buffer), **launch.fields,
         )  # fmt: skip
 
     @shielded
@@ -248,6 +251,10 @@ class CollectiveProbe:
             return boundary
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"{boundary} {names[0]}{more}"
+
+    def _placement_of(self, buffer: Buffer) -> Placement | None:
+        placed = (placement for placer in self.placers if (placement := placer(buffer.tensor)))
+        return next(placed, buffer.placement)
 
     def _owner_of(self, tensor: torch.Tensor) -> str | None:
         return next((name for owner in self.owners if (name := owner(tensor))), None)
