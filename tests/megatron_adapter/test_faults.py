@@ -33,11 +33,12 @@ _EXPERTS = (
 _WEIGHTS = (
     "all_gather[dp] 28 parameters from output_layer.weight to embedding.word_embeddings.weight"
 )
+_EMBEDDING = "all_reduce[pp] embedding.word_embeddings.weight.main_grad"
 _SOFTMAX = "decoder.layers.0.self_attention.core_attention.scale_mask_softmax"
 # Fault -> its layout, and where it must be found: step, phase, boundary, kind.
 CASES = {
     "final_norm_unmarked": ("tp2-sp", (1, "grad_sync", "all_reduce[tp]", "collective")),
-    "embedding_not_summed": ("pp2-tied", None),
+    "embedding_not_summed": ("pp2-tied", (1, "grad_sync", _EMBEDDING, "collective")),
     "weights_not_gathered": ("dp2-distributed", (1, "param_sync", _WEIGHTS, "collective")),
     "experts_doubled": ("ep2", (1, "grad_sync", _EXPERTS, "collective")),
     "output_flipped": ("vpp2", (1, "forward", "decoder.layers.3.mlp.linear_fc2", "forward")),
