@@ -73,7 +73,11 @@ def begin(
     )
     if guard.probes:
         rules.misfit = guard.recorder.note
-        _add_probes(guard, chunks, optimizer, rules, shards)
+        try:
+            _add_probes(guard, chunks, optimizer, rules, shards)
+        except BaseException:
+            guard.close()
+            raise
     return guard
 
 
@@ -89,7 +93,7 @@ def _add_probes(
         probe.attach()
     for probe in guard.probes:
         if isinstance(probe, CollectiveProbe):
-            probe.owners.insert(0, BucketOwner(chunks, guard.names))
+            probe.owners.append(BucketOwner(chunks, guard.names))
     tracker = tensor_parallel.get_cuda_rng_tracker()
     for name in tracker.get_states():
         guard.states.generators[f"megatron.{name}"] = partial(_tracked_state, name)

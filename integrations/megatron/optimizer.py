@@ -24,6 +24,7 @@ from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
 from upguard_plugin.integrations.megatron.placements import MegatronPlacements, Shard
+from upguard_plugin.trace.batch import NONE
 
 _EPSILON = 1e-6  # what Megatron adds to the norm before it divides by it
 
@@ -151,6 +152,9 @@ class MegatronOptimizerProbe:
 
     def _before_step(self, *_args: Any, **_kwargs: Any) -> None:
         self.record_final_gradients()
+        # What comes now, until the torch optimizer steps, is unscaling, norm and clipping.
+        self._guard.microbatch(NONE)
+        self._guard.position.phase = "clip"
 
     @shielded
     def _after_step(self, result: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -25,6 +25,7 @@ JOBS = [
     Job("dp2-overlapped", distributed=True, overlap=True, dtype="bf16"),
     Job("ep2", ep=2, experts=4),
     Job("fp16", tp=2, dtype="fp16"),
+    Job("operators", tp=2, level="op", layers=2),
 ]
 SHORT = ("tp2", "tp2-sp", "pp2", "vpp2", "dp2-overlapped", "ep2")
 NAMES = [
