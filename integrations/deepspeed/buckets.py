@@ -133,7 +133,8 @@ class Buffers:
     def _gathered(self, parameter: Any) -> Callable[..., Any]:
         def find(parameters: Any = None, *_args: Any, **kwargs: Any) -> Callable[..., Any]:
             given = kwargs.get("param_list", kwargs.get("params", parameters))
-            wanted = [parameter] if given is None else list(given)
+            # In the order in which DeepSpeed lays them out; it is given a set.
+            wanted = [parameter] if given is None else sorted(given, key=lambda p: p.ds_id)
             self._single = None
 
             def of(tensor: Tensor) -> Sequence[Any]:
