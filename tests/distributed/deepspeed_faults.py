@@ -130,11 +130,11 @@ def gradients_never_reduced(engine: Any) -> None:
 
 def weights_never_gathered(engine: Any) -> None:
     """Ranks keep the old weights of the other partitions."""
-    from deepspeed.runtime.zero import stage_1_and_2 as module
+    from deepspeed.runtime import utils
 
-    original = module.all_gather_dp_groups
-    module.all_gather_dp_groups = lambda *args, **kwargs: None
-    engine.undo = lambda: setattr(module, "all_gather_dp_groups", original)
+    original = utils.all_gather_into_tensor_dp_groups
+    utils.all_gather_into_tensor_dp_groups = lambda *args, **kwargs: None
+    engine.undo = lambda: setattr(utils, "all_gather_into_tensor_dp_groups", original)
 
 
 def updated_part_never_copied_back(engine: Any) -> None:

@@ -73,8 +73,8 @@ def prepare() -> Any:
 def make_engine(training: Training) -> Any:
     """The engine, its model from seed 0."""
     deepspeed = prepare()
-    # DeepSpeed counts parameters per process; here one process stands for many.
-    deepspeed.zero.Init.param_id = 0
+    # A pipeline leaves its mesh behind; here one process stands for many.
+    deepspeed.utils.groups.mpu = None
     torch.manual_seed(0)
     model = (training.model or tiny)()
     parameters = [p for p in model.parameters() if p.requires_grad]

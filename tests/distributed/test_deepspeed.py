@@ -130,7 +130,7 @@ FAULTS = {
     ),
     faults.bucket_of_exactly_one_weight_is_never_reduced: (
         Training(3, zero={"reduce_bucket_size": 28}),
-        "0 0 grad_sync reduce_scatter 0.weight.grad input collective 0 1",
+        "0 - grad_sync reduce_scatter 0.weight.grad input collective 0 1",
     ),
     faults.clip_on_one_rank_only: (
         Training(1),
@@ -158,7 +158,7 @@ FAULTS = {
     ),
     faults.gradients_never_reduced: (
         Training(0),
-        "0 0 grad_sync all_reduce bucket of 0.weight..3.bias input collective 0 1",
+        "0 - grad_sync all_reduce bucket of 0.weight..3.bias input collective 0 1",
     ),
     faults.weights_never_gathered: (
         Training(1),
