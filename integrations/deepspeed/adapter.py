@@ -55,6 +55,6 @@ def _add_probes(guard: Guard, engine: Any, shards: Shards) -> None:
 def _read_gradients_first(guard: Guard) -> None:
     """Have gradients recorded before ZeRO's own hooks reduce them and take them away."""
     for parameter in guard.names.parameters.values():
-        hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        hooks = parameter._post_accumulate_grad_hooks
         if hooks:
-            hooks.move_to_end(next(reversed(hooks)), last=False)
+            hooks.move_to_end(next(reversed(hooks)), last=False)  # type: ignore[attr-defined]
