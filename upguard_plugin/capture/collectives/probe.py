@@ -255,8 +255,10 @@ class CollectiveProbe:
         phase = self.recorder.position.phase
         if phase != "backward":
             return phase
+        backward_is_over = torch._C._current_graph_task_id() < 0
         is_gradient = (
             caller.from_cpp
+            or (what.reduces and backward_is_over)
             or (what.reduces and caller.in_gradient_code)
             or boundary.endswith(_GRADIENT_ENDS)
         )
