@@ -102,7 +102,8 @@ class ModuleProbe:
             self.recorder.note(f"arguments of class {name} were not recorded")
         if boundary.parameters and self._guard.config.weights_in_use != "off":
             self._record_weights(call, module)
-        call.random = look()
+        if boundary.may_draw:
+            call.random = look()
 
     @shielded
     def _after(

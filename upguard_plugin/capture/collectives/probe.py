@@ -83,7 +83,8 @@ class CollectiveProbe:
         self._library = torch.library.Library("c10d", "IMPL")
         for name in OPERATORS:
             operator = getattr(torch.ops.c10d, name).default
-            call = partial(self._call, name, operator)
+            types = [str(argument.type) for argument in operator._schema.arguments]
+            call = partial(self._call, name, operator, types.index(_PROCESS_GROUP))
             self._library.impl(name, call, "BackendSelect", with_keyset=True)
         self._functional = torch.library.Library("_c10d_functional", "IMPL")
         self._functional.impl("wait_tensor", self._wait_tensor, "BackendSelect", with_keyset=True)
@@ -113,14 +114,16 @@ class CollectiveProbe:
         self,
         name: str,
         operator: torch._ops.OpOverload,
+        group_index: int,
         keys: torch._C.DispatchKeySet,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        launch = self._before(name, args)
+        group = ProcessGroup.unbox(args[group_index])
+        launch = self._before(name, group, args)
         result = operator.redispatch(keys.remove(_KEY), *args, **kwargs)
         if launch is not None:
-            self._after(launch, _process_group(args), result)
+            self._after(launch, group, result)
         return result
 
     def _wait_tensor(self, keys: torch._C.DispatchKeySet, tensor: torch.Tensor) -> torch.Tensor:
@@ -130,9 +133,9 @@ class CollectiveProbe:
         return result
 
     @shielded
-    def _before(self, name: str, args: Sequence[Any]) -> _Launch | None:
+    def _before(self, name: str, group: ProcessGroup, args: Sequence[Any]) -> _Launch | None:
         """Number the call, and record its inputs if the step is recorded."""
-        member = self.groups.member(_process_group(args))
+        member = self.groups.member(group)
         what = plan(name, args, member)
         wire = self._number(what, member)
         if not self.recorder.active or _is_traced(what):
@@ -163,7 +166,7 @@ class CollectiveProbe:
         return launch
 
     @shielded
-    def _after(self, launch: _Launch, process_group: ProcessGroup, result: Any) -> None:
+    def _after(self, launch: _Launch, group: ProcessGroup, result: Any) -> None:
         """Reserve the events of the completion, and see to it that they are filled."""
         what = launch.plan
         # What a functional send returns is not what it sends: nothing says when that is free again.
@@ -186,7 +189,7 @@ class CollectiveProbe:
         on_cpu = all(tensor.is_cpu for tensor in tensors)
         caller = launch.caller
         pending = Pending(Work.unbox(handle), tensors, finish, functional=caller.functional)
-        self._works.add(pending, process_group, by_future=on_cpu or caller.from_cpp)
+        self._works.add(pending, group, by_future=on_cpu or caller.from_cpp)
 
     def _reserve(self, launch: _Launch, role: str, buffer: Buffer) -> Ticket | None:
         return self.recorder.reserve(
@@ -263,14 +266,6 @@ class CollectiveProbe:
             or boundary.endswith(_GRADIENT_ENDS)
         )
         return "grad_sync" if is_gradient else phase
-
-
-def _process_group(args: Sequence[Any]) -> ProcessGroup:
-    return next(
-        ProcessGroup.unbox(arg)
-        for arg in args
-        if isinstance(arg, torch.ScriptObject) and str(arg._type()) == _PROCESS_GROUP
-    )
 
 
 def _is_traced(what: Plan) -> bool:
