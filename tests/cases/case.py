@@ -70,9 +70,18 @@ def verdict_of(baseline: Path, target: Path) -> dict[str, Any]:
 
 def grade(case: Case, verdict: Mapping[str, Any]) -> dict[str, bool]:
     """Right or wrong, for each field that the answer names."""
-    first = verdict["first_divergence"]
     if case.answer is None:
-        grades = {"identical": verdict["verdict"] == "identical"}
+        grades = {"verdict": verdict["verdict"] == "identical"}
     else:
-        grades = {name: (first or {}).get(name) == value for name, value in case.answer.items()}
-    return grades | {name: verdict[name] == value for name, value in case.also.items()}
+        first = verdict["first_divergence"] or {}
+        grades = {name: _holds(first.get(name), value) for name, value in case.answer.items()}
+    return grades | {name: _holds(verdict[name], value) for name, value in case.also.items()}
+
+
+def _holds(found: Any, wanted: Any) -> bool:
+    """Of records, only the fields that are wanted count."""
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+        return all(_holds(found.get(name), value) for name, value in wanted.items())
+    if isinstance(wanted, list) and isinstance(found, list):
+        return len(found) == len(wanted) and all(map(_holds, found, wanted))
+    return found == wanted

@@ -52,8 +52,8 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
     model = First() if rank < 2 else Last()
     flat = torch.zeros(2 * VOCABULARY * HIDDEN, dtype=torch.float64)
     parts = flat.view(2, VOCABULARY, HIDDEN).unbind()
-    tied, middle = (model.embed.weight, model.middle) if rank < 2 else (model.head.weight, None)
-    in_order = (tied, middle) if rank < 2 else (model.middle, tied)
+    tied = model.embed.weight if rank < 2 else model.head.weight
+    in_order = (tied, model.middle) if rank < 2 else (model.middle, tied)
     for parameter, part in zip(in_order, parts, strict=True):
         parameter.grad = part
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8)
@@ -76,8 +76,9 @@ CASE = Case(
     num_ranks=4,
     # On r0 and r3 the embedding lies in the shard that is reduced already.
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0],
-        "operator": "c10d.allreduce_", "role": "input",
+        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [3],
+        "boundary": "all_reduce[ranks 1,3] head.weight.grad", "role": "input",
     },
+    also={"concurrent": [{"boundary": "all_reduce[ranks 0,2] embed.weight.grad", "ranks": [0]}]},
     waits="the target alone",
 )  # fmt: skip

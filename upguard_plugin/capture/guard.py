@@ -134,7 +134,7 @@ class Guard:
         # In this order: a root module's batch is recorded before its own events.
         self.probes = [self._states, self._batches, ModuleProbe(self)]
         if torch.distributed.is_available() and not CollectiveProbe.in_use():
-            owners = [ParameterOwner(self.names.parameters)]
+            owners = [ParameterOwner({**self.names.parameters, **self.names.buffers})]
             reducers = [
                 ReducerBuckets(model, self.names.of)
                 for _, model in self.models

@@ -186,11 +186,23 @@ def is_stale(scene: Scene, before: Pairing) -> bool:
     gathered = columns.is_collective[key] & (columns.phase[key] == PHASE_NUMBER["param_sync"])
     if gathered.any():
         return True
-    if scene.finding.target_row is None:
+    if scene.finding.target_row is None or scene.finding.baseline_row is None:
         return False
     old = pairs_of(before, scene.key.boundary, ("start", "forward"), "param")
     now = int(scene.pairing.target.batch.h[scene.finding.target_row])
-    return any(int(before.target.batch.h[before.target_rows[pair]]) == now for pair in old)
+    if any(int(before.target.batch.h[before.target_rows[pair]]) == now for pair in old):
+        return True
+    return _has_not_arrived(scene)
+
+
+def _has_not_arrived(scene: Scene) -> bool:
+    """Whether only the baseline's weight changed between the start of the step and its use."""
+    pairing, finding = scene.pairing, scene.finding
+    assert finding.baseline_row is not None and finding.target_row is not None
+    began = pairs_of(pairing, scene.key.boundary, ("start",), "param")
+    changed = ~_same_bits(pairing.baseline, pairing.baseline_rows[began], finding.baseline_row)
+    waits = _same_bits(pairing.target, pairing.target_rows[began], finding.target_row)
+    return bool((changed & waits).any())
 
 
 def has_local_gradients(pairing: Pairing) -> bool:
