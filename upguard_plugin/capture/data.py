@@ -75,7 +75,7 @@ class DataProbe:
             (names[i] if i < len(names) else f"args.{i}"): value for i, value in enumerate(args)
         }
         found = [
-            (prefix + path, leaf)
+            (self._guard.names.rename(prefix + path), leaf)
             for name, argument in (named | kwargs).items()
             for path, leaf in tensors_in(argument, name)
             if isinstance(leaf, Tensor | np.ndarray)

@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 
 from upguard_plugin.records import Group
 
-_DEFAULT_NAME = "default_pg"  # how torch describes the group of all ranks
-_MESH_PREFIX = "mesh_"  # and that of a dim of a DeviceMesh
+_MESH_PREFIX = "mesh_"  # how torch describes the group of a dim of a DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +81,12 @@ class Groups:
 
 def _torch_name(process_group: ProcessGroup, ranks: tuple[int, ...]) -> str:
     description = process_group.group_desc
-    if description == _DEFAULT_NAME:
+    if description.startswith(_MESH_PREFIX):
+        return description.removeprefix(_MESH_PREFIX)
+    if ranks == tuple(range(dist.get_world_size())):
         return "world"
     if description and description != "undefined":
-        return description.removeprefix(_MESH_PREFIX)
+        return description
     # torch numbers groups as they are made: one more in one of two runs would rename all others.
     return f"ranks {_in_short(ranks)}" if ranks else f"group {process_group.group_name}"
 
