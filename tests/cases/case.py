@@ -37,6 +37,7 @@ class Case:
     num_ranks: int = 1
     same_program: bool = False  # a self-replay: both runs are one program
     also: Mapping[str, Any] = field(default_factory=dict)  # what else the verdict must hold
+    broken: Mapping[str, Any] | None = None  # what `upguard check` of the target alone must name
     waits: str = ""  # what of the report's row is not asked yet
 
     @property
@@ -62,10 +63,12 @@ def train_one(module: str, variant: str, output: str) -> None:
 
 def verdict_of(baseline: Path, target: Path) -> dict[str, Any]:
     """What `upguard compare` says of two runs."""
-    arguments = ["compare", str(baseline), str(target), "--format", "json"]
-    result = CliRunner().invoke(upguard, arguments)
-    assert result.exit_code in (0, 1), result.output
-    return json.loads(result.output)
+    return _run("compare", str(baseline), str(target))
+
+
+def check_of(run: Path) -> dict[str, Any]:
+    """What `upguard check` says of one run."""
+    return _run("check", str(run))
 
 
 def grade(case: Case, verdict: Mapping[str, Any]) -> dict[str, bool]:
@@ -76,6 +79,19 @@ def grade(case: Case, verdict: Mapping[str, Any]) -> dict[str, bool]:
         first = verdict["first_divergence"] or {}
         grades = {name: _holds(first.get(name), value) for name, value in case.answer.items()}
     return grades | {name: _holds(verdict[name], value) for name, value in case.also.items()}
+
+
+def grade_check(case: Case, check: Mapping[str, Any]) -> dict[str, bool]:
+    """Right or wrong, for each field of what must be broken first in the target."""
+    assert case.broken is not None
+    first = (check["broken"] or [{}])[0]
+    return {name: _holds(first.get(name), value) for name, value in case.broken.items()}
+
+
+def _run(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(upguard, [*arguments, "--format", "json"])
+    assert result.exit_code in (0, 1, 3), result.output
+    return json.loads(result.output)
 
 
 def _holds(found: Any, wanted: Any) -> bool:

@@ -72,5 +72,8 @@ CASE = Case(
         "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [1],
         "operator": "c10d._reduce_scatter_base_", "role": "output", "inputs_equal": True,
     },
-    waits="the target alone",
+    broken={
+        "invariant": "alone-unchanged", "step": 0, "phase": "grad_sync", "ranks": [1],
+        "boundary": "reduce_scatter[ranks 1]",
+    },
 )  # fmt: skip

@@ -29,7 +29,7 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
     model = Branches()
     optimizer = torch.optim.AdamW(model.parameters())
     draw = torch.Generator().manual_seed(dist.get_rank())
-    with upguard_plugin.enable(model, optimizer, config) as guard:
+    with upguard_plugin.enable(model, optimizer, config, layout={"dp": 2}) as guard:
         optimizer.zero_grad()
         used: set[str] = set()
         for k, name in enumerate("ab"):
@@ -53,6 +53,10 @@ CASE = Case(
     num_ranks=2,
     answer={
         "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
-        "boundary": "all_reduce[world] branch.a.weight.grad", "role": "input", "target": None,
+        "boundary": "all_reduce[dp] branch.a.weight.grad", "role": "input", "target": None,
+    },
+    broken={
+        "invariant": "replicas-agree", "step": 0, "phase": "grad_sync", "ranks": [0, 1],
+        "boundary": "branch.a.weight", "role": "grad", "kind": "collective",
     },
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases.case import grade, verdict_of
+from tests.cases.case import check_of, grade, grade_check, verdict_of
 from tests.cases.recordings import all_cases
 
 CASES = all_cases()
@@ -24,3 +24,13 @@ def test_the_clean_twin_is_silent(case, recordings):
     baseline, twin = recordings.of(case, "baseline"), recordings.of(case, "twin")
 
     assert verdict_of(baseline, twin)["verdict"] == "identical"
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.broken], ids=lambda case: f"case{case.number}"
+)
+def test_the_target_alone_breaks_an_invariant_and_the_twin_none(case, recordings):
+    target, twin = check_of(recordings.of(case, "target")), check_of(recordings.of(case, "twin"))
+
+    assert all(grade_check(case, target).values()), target["broken"]
+    assert twin["broken"] == []
