@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from upguard_plugin.capture.collectives import CollectiveProbe
-from upguard_plugin.capture.guard import Guard, enable
+from upguard_plugin.capture.guard import Guard, Probe, enable
 from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.integrations.deepspeed.buckets import Buffers
 from upguard_plugin.integrations.deepspeed.layout import find_layout
 from upguard_plugin.integrations.deepspeed.optimizer import UpdateProbe
+from upguard_plugin.integrations.deepspeed.pipeline import ScheduleProbe
 from upguard_plugin.integrations.deepspeed.placements import DeepSpeedPlacements
 from upguard_plugin.integrations.deepspeed.shards import Shards
 
@@ -38,7 +39,10 @@ def begin(engine: Any, config: UpGuardConfig) -> Guard:
 
 def _add_probes(guard: Guard, engine: Any, shards: Shards) -> None:
     buffers = Buffers(guard, engine, shards)
-    for probe in (UpdateProbe(guard, engine, shards), buffers):
+    probes: list[Probe] = [UpdateProbe(guard, engine, shards), buffers]
+    if engine.pipeline_parallelism:
+        probes.append(ScheduleProbe(guard, engine))
+    for probe in probes:
         guard.probes.append(probe)
         probe.attach()
     for probe in guard.probes:

@@ -2,8 +2,9 @@
 
 In:  a MegatronOptimizer, chained or not, distributed or not, and the names of the parameters.
 Out: phase `grad_sync`: `main_grad`, of a distributed optimizer this rank's slice of it; phase
-     `clip`: found_inf, gradients after unscaling, the norm; phase `param_sync` around the gathering
-     of weights; at `start` and after each step the loss scale. A step that Megatron skips is marked.
+     `clip`: found_inf, gradients after unscaling, the norm; phase `param_sync` around the
+     gathering of weights; at `start` and after each step the loss scale. A step that Megatron
+     skips is marked.
 
 The torch optimizer inside is watched by capture itself, which asks here for the names of masters.
 """

@@ -5,9 +5,9 @@ Out: placements of its parameters and of the tensors that enter and leave it, as
      of docs/placements.md. What no rule describes stays unknown; a user's own rules come first.
 
 Letters: s sequence, b batch, h i o hidden sizes, v vocabulary, n heads, d size of a head, f the
-half of a gated linear unit. `{S}` is the sequence between layers: split by context parallelism, and
-with sequence parallel by tp too. `{C}` is the sequence inside a tensor-parallel region. `{B}` is the
-batch: every data-parallel replica has its own samples.
+half of a gated linear unit. `{S}` is the sequence between layers: split by context parallelism,
+and with sequence parallel by tp too. `{C}` is the sequence inside a tensor-parallel region. `{B}`
+is the batch: every data-parallel replica has its own samples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small real DeepSpeed training: what the tests run on each rank, in one process again and again."""
+"""A small real DeepSpeed training, run on each rank, in one process again and again."""
 
 from __future__ import annotations
 
@@ -92,6 +92,70 @@ def run_steps(engine: Any, training: Training) -> None:
         engine.step()
 
 
+class Token(nn.Module):
+    """An embedding at the first stage; at the last its weight is tied to the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(11, 6) * 0.3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.weight)
+
+
+def to_logits(token: Token, hidden: torch.Tensor) -> torch.Tensor:
+    """The output layer of tied weights."""
+    return hidden @ token.weight.t()
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss over all positions, in fp32."""
+    return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+
+def train_pipeline(training: Training) -> dict[str, Any]:
+    """Train a pipeline of two stages with tied first and last layers; each rank's weights."""
+    prepare()
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    torch.manual_seed(0)
+    tied = {"tied_weight_attr": ["weight"]}
+    layers = [
+        TiedLayerSpec("token", Token, **tied),
+        LayerSpec(nn.Linear, 6, 6),
+        nn.Tanh(),
+        LayerSpec(nn.Linear, 6, 6),
+        TiedLayerSpec("token", Token, forward_fn=to_logits, **tied),
+    ]
+    model = PipelineModule(
+        layers, num_stages=2, loss_fn=cross_entropy, partition_method="uniform",
+        activation_checkpoint_interval=0,
+    )  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+        config=ds_config(training),
+    )
+    if training.fault is not None:
+        training.fault(engine)
+    generator = torch.Generator().manual_seed(0)
+    batches = iter(
+        [
+            tuple(torch.randint(0, 11, (2, 5), generator=generator) for _ in range(2))
+            for _ in range(training.steps * training.accumulation)
+        ]
+    )
+    try:
+        for _ in range(training.steps):
+            engine.train_batch(batches)
+    finally:
+        getattr(engine, "undo", lambda: None)()
+    left = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return {"weights": left}
+
+
 def whole(parameter: torch.Tensor, key: str | None = None) -> torch.Tensor | None:
     """A master or state as DeepSpeed itself puts it together, on every rank."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -117,7 +181,10 @@ def train(training: Training) -> dict[str, Any]:
     engine = make_engine(training)
     if training.fault is not None:
         training.fault(engine)
-    run_steps(engine, training)
+    try:
+        run_steps(engine, training)
+    finally:
+        getattr(engine, "undo", lambda: None)()
     left: dict[str, Any] = {"weights": weights(engine), "masters": {}, "moments": {}}
     if training.stage and training.upguard is not None:
         for name, parameter in engine.module.named_parameters():

@@ -136,6 +136,7 @@ def _config(job: Job) -> TransformerConfig:
         fp16=job.dtype == "fp16",
         params_dtype=half,
         pipeline_dtype=half,
+        deallocate_pipeline_outputs=job.pp > 1,  # as Megatron-LM has it
         overlap_p2p_comm=job.vpp > 1,  # two stages that swap both ways need it
         batch_p2p_comm=job.vpp == 1,
         use_cpu_initialization=True,

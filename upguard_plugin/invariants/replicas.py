@@ -45,6 +45,8 @@ def is_state(key: EventKey) -> bool:
 
 
 def _may_be_replica(key: EventKey) -> bool:
+    if key.group is not None:
+        return False  # buffers of collectives have invariants of their own
     return is_state(key) or (key.placement is not None and key.role not in _STATE)
 
 

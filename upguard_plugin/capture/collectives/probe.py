@@ -178,7 +178,7 @@ class CollectiveProbe:
         if not what.has_completion or (what.name == "send" and launch.caller.functional):
             return
         tickets = [
-            (ticket, buffer.tensor)
+            (ticket, _memory_of(buffer.tensor))
             for role, buffers in (("input", what.untouched_inputs()), ("output", what.outputs))
             for buffer in buffers
             if (ticket := self._reserve(launch, role, buffer)) is not None
@@ -278,6 +278,15 @@ class CollectiveProbe:
         if by_reducer or (what.reduces and (by_gradient_code or of_gradient)):
             return "grad_sync"
         return "backward" if caller.in_backward and phase in _BEFORE_BACKWARD else phase
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as it is now, whatever its owner gives to the tensor later.
+
+    A pipeline stage frees what it has sent by giving the tensor another `.data`.
+    """
+    with torch.no_grad(), _disable_current_modes():
+        return tensor.detach()
 
 
 def _is_traced(what: Plan) -> bool:
