@@ -159,7 +159,7 @@ class Guard:
             for _, model in self.models
             if isinstance(model, DistributedDataParallel)
         ]
-        owners = [ParameterOwner(self.names.parameters)]
+        owners = [ParameterOwner({**self.names.parameters, **self.names.buffers})]
         probe = CollectiveProbe(self.recorder, owners=owners, reducers=reducers)
         # Dense axes last: an expert axis with the same ranks does not take their name.
         for axis in sorted(self.layout.axes, key=lambda axis: axis.mesh, reverse=True):
