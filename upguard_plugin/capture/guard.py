@@ -86,7 +86,7 @@ def enable(
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
-    recorder = Recorder(writer, FingerprintQueue(), settings.roles, settings.phases)
+    recorder = Recorder(writer, FingerprintQueue(), settings.roles, settings.phases, settings.dump)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     if rank == first_recorded_rank(settings, world_size):
