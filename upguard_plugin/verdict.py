@@ -217,7 +217,7 @@ class SeenEvent(Model):
     source: SourceRef | None
 
 
-class Specials(_Model):
+class Specials(Model):
     """How many elements of a tensor are no ordinary number."""
 
     nan: int
@@ -225,7 +225,7 @@ class Specials(_Model):
     negative_zero: int
 
 
-class ElementDiff(_Model):
+class ElementDiff(Model):
     """How two tensors of one dtype and shape differ, element by element."""
 
     differing: int
@@ -239,7 +239,7 @@ class ElementDiff(_Model):
     target: Specials
 
 
-class SeenDiff(_Model):
+class SeenDiff(Model):
     """One event of both runs whose tensors were kept, as `upguard show --diff` prints it."""
 
     event: SeenEvent  # the baseline's
