@@ -153,7 +153,10 @@ class TritonSlots:
         if in_table:
             self._grow_table(last_block + 1)
         num_blocks = last_block - first_block + 1
-        width = 1 if job.numbers is None else job.numbers.itemsize
+        numbers: tuple[Tensor | None, int, int, int] = (None, 0, 0, 1)
+        if job.numbers is not None:
+            width = job.numbers.itemsize
+            numbers = (job.numbers[source // width :], start // width, num_bytes // width, width)
         hash_blocks[(-(-num_blocks // BLOCKS_PER_PROGRAM),)](
             job.raw[source : source + num_bytes].view(torch.int32),
             self._table,
@@ -163,13 +166,10 @@ class TritonSlots:
             num_bytes // 4,
             first_block,
             num_blocks,
-            None if job.numbers is None else job.numbers[source // width :],
-            start // width,
-            num_bytes // width,
+            *numbers,
             BLOCKS=BLOCKS_PER_PROGRAM,
             IN_TABLE=in_table,
             WITH_SUM=job.with_sum,
-            WIDTH=width,
             num_warps=8,
             **job.measuring,
         )

@@ -136,9 +136,9 @@ def read_stretch(
 @triton.jit
 def hash_blocks(
     words, table, keys_b, out, first, num_words, first_block, num_blocks,
-    numbers, first_number, num_numbers, values, column_signs, measures,
+    numbers, first_number, num_numbers, WIDTH: tl.constexpr, values, column_signs, measures,
     BLOCKS: tl.constexpr, IN_TABLE: tl.constexpr, WITH_SUM: tl.constexpr,
-    MEASURED: tl.constexpr, WIDTH: tl.constexpr, BY_TABLE: tl.constexpr, SIZE: tl.constexpr,
+    MEASURED: tl.constexpr, BY_TABLE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """A contiguous run of int32 words that begins at logical word `first`.
 
