@@ -209,7 +209,7 @@ def show(
     selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles, phase=phase)
     traces = [open_trace(Path(path)) for path in runs]
     if diff:
-        pairs = dumped_pairs(*traces, selection, EventName.parse(event))
+        pairs = dumped_pairs(traces[0], traces[1], selection, EventName.parse(event))
         write_report(diff_lines(pairs, form, limit), output, quiet)
         return EXIT_IDENTICAL
     events = browse(traces[0], selection, limit)

@@ -88,9 +88,9 @@ def _add_probes(
     schedule = ScheduleProbe(guard, schedules, optimizers.record_final_gradients)
     # Timers exchange what the clock said.
     clocks = PauseProbe(guard, [(Timers, "get_all_timers_string"), (Timers, "write")])
-    for probe in (optimizers, schedule, clocks):
-        guard.probes.append(probe)
-        probe.attach()
+    for added in (optimizers, schedule, clocks):
+        guard.probes.append(added)
+        added.attach()
     for probe in guard.probes:
         if isinstance(probe, CollectiveProbe):
             probe.owners.append(BucketOwner(chunks, guard.names))

@@ -64,9 +64,10 @@ def _norm(name: str, module: Any) -> Activations:
 def _attention_core(name: str, module: Any) -> Activations:
     heads = dict.fromkeys(("query", "key", "value"), "{C} {B} n[tp] d")
     config = getattr(module, "config", None)
-    if getattr(config, "num_query_groups", None) is not None:
+    num_groups = getattr(config, "num_query_groups", None)
+    if num_groups is not None:
         tp = getattr(config, "tensor_model_parallel_size", 1)
-        if config.num_query_groups < tp:  # several ranks hold copies of one group
+        if num_groups < tp:  # several ranks hold copies of one group
             heads = {"query": heads["query"]}
     return Activations(heads, ("{C} {B} h[tp]",))
 
