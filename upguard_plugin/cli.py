@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -95,6 +96,14 @@ def selection_options(verb: Verb) -> Verb:
     help="Both runs ran the same program: other output from equal inputs is nondeterminism.",
 )
 @click.option("--verify", is_flag=True, help="Decode every step, also where digests agree.")
+@click.option(
+    "--noise",
+    metavar="RUN",
+    multiple=True,
+    help="A repeat of the baseline: what differs from it is left out.",
+)
+@click.option("--ignore", metavar="FILE", help="Rules for boundaries to leave out, with reasons.")
+@click.option("--map", "renames", metavar="FILE", help="Rules that rename the target's boundaries.")
 @output_options
 def compare(
     baseline: str,
@@ -105,26 +114,38 @@ def compare(
     roles: str | None,
     same_program: bool,
     verify: bool,
+    noise: tuple[str, ...],
+    ignore: str | None,
+    renames: str | None,
     form: str,
     output: str | None,
     quiet: bool,
     verbose: bool,
 ) -> int:
     """Compare the runs in two directories and name their first divergence."""
-    from upguard_plugin.compare.runs import compare_runs  # slow to load: numpy
+    from upguard_plugin.compare.ignoring import read_ignore_rules  # slow to load: numpy
+    from upguard_plugin.compare.renaming import RenamedRun, read_rename_rules
+    from upguard_plugin.compare.run import Run
+    from upguard_plugin.compare.runs import compare_runs
     from upguard_plugin.compare.selection import Selection
     from upguard_plugin.report.progress import Progress
     from upguard_plugin.report.text import verdict_text  # slow to load: pydantic
     from upguard_plugin.trace.reader import open_trace  # slow to load: pyarrow
 
     selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles)
+    if ignore is not None:
+        selection = replace(selection, ignore=read_ignore_rules(Path(ignore)))
+    other: Run = open_trace(Path(target))
+    if renames is not None:
+        other = RenamedRun(other, read_rename_rules(Path(renames)))
     with Progress(quiet) as progress:
         verdict = compare_runs(
             open_trace(Path(baseline)),
-            open_trace(Path(target)),
+            other,
             selection,
             same_program=same_program,
             verify=verify,
+            noise=[open_trace(Path(run)) for run in noise],
             progress=progress,
         )
     report = verdict.to_json() if form == "json" else verdict_text(verdict, verbose=verbose)

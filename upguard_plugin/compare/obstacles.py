@@ -58,7 +58,9 @@ def obstacles(
             f"{_count(placed, 'event')} not comparable: "
             "the runs give these tensors other placements"
         )
-    if scans and not any(scan.compared for scan in scans):
+    if any(scan.noise for scan in scans) and not any(scan.compared for scan in scans):
+        reasons.append("nothing was compared: all that both runs have is noise")
+    elif scans and not any(scan.compared for scan in scans):
         reasons.append("nothing in common: no event of the baseline has a partner in the target")
     elif any(scan.structure for scan in scans) and not any(s.common_boundaries for s in scans):
         reasons.append("nothing in common: only scalars, random states and batches have partners")

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from upguard_plugin.compare.causes import Cause, cause_of, structure_of
 from upguard_plugin.compare.describe import divergence, event_ref
 from upguard_plugin.compare.evidence import Scene
+from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
+from upguard_plugin.compare.noise import RankNoise
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
     differences_of_runs,
@@ -39,10 +41,12 @@ def compare_runs(
     *,
     same_program: bool = False,
     verify: bool = False,
+    noise: Sequence[Run] = (),
     progress: Progress = lambda done, total: None,
 ) -> Verdict:
     """Compare two runs of one layout.
 
+    noise: repeats of the baseline; what differs between it and one of them is left out.
     same_program: take both for runs of the same program, whatever their digests say.
     verify: decode and check every step, also where digests agree.
     progress: called after each step with how many ranks are done, in fractions, and of how many.
@@ -52,9 +56,11 @@ def compare_runs(
     refused = refusal(baseline, target)
     if refused:
         return _verdict(baseline, target, "incomparable", [refused])
-    scans = _scan(baseline, target, selection, verify, progress)
+    refuse_other_runs(baseline, noise)
+    scans = _scan(baseline, target, selection, verify, noise, progress)
     one_program = same_program or is_same_program(baseline, target)
     notes = differences_of_runs(baseline, target) + scan_notes(scans)
+    notes += left_out_notes(scans, selection)
     reasons = obstacles(baseline, target, selection, scans)
     origins, decide = origins_of(scans), cause_of
     if not origins.minimal and any(scan.common_boundaries for scan in scans):
@@ -72,7 +78,12 @@ def compare_runs(
 
 
 def _scan(
-    baseline: Run, target: Run, selection: Selection, verify: bool, progress: Progress
+    baseline: Run,
+    target: Run,
+    selection: Selection,
+    verify: bool,
+    noise: Sequence[Run],
+    progress: Progress,
 ) -> list[RankScan]:
     """Compare all ranks that both runs have."""
     ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
@@ -82,7 +93,9 @@ def _scan(
     for rank in ranks:
         steps = RankSteps(baseline, target, rank, lag)
         scan = RankScan(rank, steps)
-        for done, _ in enumerate(scan_rank(scan, selection, settings, verify=verify)):
+        found = RankNoise(baseline, noise, rank, steps.space) if noise else None
+        scanned = scan_rank(scan, selection, settings, verify=verify, noise=found)
+        for done, _ in enumerate(scanned):
             progress(len(scans) + done / len(steps.common), len(ranks))
         scans.append(scan)
     return scans
@@ -153,7 +166,7 @@ def _coverage(baseline: Run, target: Run, scans: Sequence[RankScan]) -> Coverage
         unmatched_target=sum(scan.unmatched_target for scan in scans),
         not_comparable=sum(scan.not_comparable for scan in scans),
         filtered=sum(scan.filtered for scan in scans) + skipped,
-        noise=0,
+        noise=sum(scan.noise for scan in scans),
         never_fired=sum(
             note.startswith(NEVER_FIRED)
             for run in (baseline, target)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from upguard_plugin.compare.findings import Finding, find, pair_places
 from upguard_plugin.compare.keys import ROLE_NUMBER
+from upguard_plugin.compare.noise import RankNoise
 from upguard_plugin.compare.pairing import Pairing, Side
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
@@ -67,14 +68,23 @@ class RankScan:
     unmatched_target: int = 0
     not_comparable: int = 0
     filtered: int = 0
+    noise: int = 0
+    ignored: dict[int, int] = field(default_factory=dict)  # place of an ignore rule -> events
+    noisy: dict[str, int] = field(default_factory=dict)  # what is noise -> first step
     common_boundaries: int = 0  # pairs that are more than scalars, RNG states and batches
 
 
 def scan_rank(
-    scan: RankScan, selection: Selection, settings: Settings, *, verify: bool = False
+    scan: RankScan,
+    selection: Selection,
+    settings: Settings,
+    *,
+    verify: bool = False,
+    noise: RankNoise | None = None,
 ) -> Iterator[int]:
     """Compare one rank up to its first divergent step and fill in `scan`; yields each step.
 
+    noise: of the same rank, to be left out.
     Raises TraceError for damaged files.
     """
     steps, memory = scan.steps, Memory()
@@ -91,6 +101,8 @@ def scan_rank(
         whole = steps.pairing(step, verify)
         assert whole is not None
         pairing, chosen = _restricted(scan, whole, selection, settings)
+        if noise is not None:
+            pairing, chosen = _without_noise(scan, pairing, chosen, noise, step)
         found = find(pairing, chosen, memory)
         for name in found.unused:
             scan.unused.setdefault(name, step)
@@ -122,7 +134,33 @@ def _restricted(
     scan.filtered += int((~chosen).sum())
     scan.filtered += len(pairing.baseline_alone) - len(alone_b)
     scan.filtered += len(pairing.target_alone) - len(alone_t)
+    if selection.ignore:
+        lonely = np.setdiff1d(pairing.target_alone, alone_t)
+        _count_ignored(scan, selection, pairing.baseline, np.arange(len(pairing.baseline.batch)))
+        _count_ignored(scan, selection, pairing.target, lonely)
     return replace(pairing, baseline_alone=alone_b, target_alone=alone_t), chosen
+
+
+def _count_ignored(scan: RankScan, selection: Selection, side: Side, rows: Ints) -> None:
+    rules = selection.rules_of(side.columns.keys)[side.key[rows]]
+    for place, count in zip(*np.unique(rules[rules >= 0], return_counts=True), strict=True):
+        scan.ignored[int(place)] = scan.ignored.get(int(place), 0) + int(count)
+
+
+def _without_noise(
+    scan: RankScan, pairing: Pairing, chosen: Bools, noise: RankNoise, step: int
+) -> tuple[Pairing, Bools]:
+    """The pairing and the chosen pairs without what is noise in this step."""
+    sides = (pairing.baseline, pairing.target)
+    hidden = [noise.hides(step, side.columns)[side.key] for side in sides]
+    pairs = chosen & (hidden[0][pairing.baseline_rows] | hidden[1][pairing.target_rows])
+    alone_b = pairing.baseline_alone[~hidden[0][pairing.baseline_alone]]
+    alone_t = pairing.target_alone[~hidden[1][pairing.target_alone]]
+    scan.noise += int(pairs.sum())
+    scan.noise += len(pairing.baseline_alone) - len(alone_b)
+    scan.noise += len(pairing.target_alone) - len(alone_t)
+    scan.noisy = dict(noise.names)
+    return replace(pairing, baseline_alone=alone_b, target_alone=alone_t), chosen & ~pairs
 
 
 def _wanted(side: Side, rows: Ints, chosen: Bools, settings: Settings) -> Ints:
