@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -104,6 +103,13 @@ def selection_options(verb: Verb) -> Verb:
 )
 @click.option("--ignore", metavar="FILE", help="Rules for boundaries to leave out, with reasons.")
 @click.option("--map", "renames", metavar="FILE", help="Rules that rename the target's boundaries.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    default=1,
+    metavar="N",
+    help="Use N processes; under mpiexec its processes share the work without this option.",
+)
 @output_options
 def compare(
     baseline: str,
@@ -117,37 +123,38 @@ def compare(
     noise: tuple[str, ...],
     ignore: str | None,
     renames: str | None,
+    jobs: int,
     form: str,
     output: str | None,
     quiet: bool,
     verbose: bool,
 ) -> int:
     """Compare the runs in two directories and name their first divergence."""
-    from upguard_plugin.compare.ignoring import read_ignore_rules  # slow to load: numpy
-    from upguard_plugin.compare.renaming import RenamedRun, read_rename_rules
-    from upguard_plugin.compare.run import Run
-    from upguard_plugin.compare.runs import compare_runs
+    from upguard_plugin.compare.driver import Comparison, team_for  # slow to load: numpy, pyarrow
     from upguard_plugin.compare.selection import Selection
     from upguard_plugin.report.progress import Progress
     from upguard_plugin.report.text import verdict_text  # slow to load: pydantic
-    from upguard_plugin.trace.reader import open_trace  # slow to load: pyarrow
 
-    selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles)
-    if ignore is not None:
-        selection = replace(selection, ignore=read_ignore_rules(Path(ignore)))
-    other: Run = open_trace(Path(target))
-    if renames is not None:
-        other = RenamedRun(other, read_rename_rules(Path(renames)))
-    with Progress(quiet) as progress:
-        verdict = compare_runs(
-            open_trace(Path(baseline)),
-            other,
-            selection,
-            same_program=same_program,
-            verify=verify,
-            noise=[open_trace(Path(run)) for run in noise],
-            progress=progress,
-        )
+    comparison = Comparison(
+        Path(baseline),
+        Path(target),
+        Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles),
+        same_program=same_program,
+        verify=verify,
+        noise=tuple(Path(run) for run in noise),
+        ignore=None if ignore is None else Path(ignore),
+        renames=None if renames is None else Path(renames),
+    )
+    with team_for(comparison, jobs) as team:
+        try:
+            with Progress(quiet or team.index > 0) as progress:
+                verdict = comparison.verdict(team, progress)
+        except UpGuardError as error:
+            if team.index:
+                return error.exit_code  # the first process says it
+            raise
+    if team.index:
+        return verdict.exit_code
     report = verdict.to_json() if form == "json" else verdict_text(verdict, verbose=verbose)
     write_report([report], output, quiet)
     return verdict.exit_code

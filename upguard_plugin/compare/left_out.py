@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.obstacles import refusal
 from upguard_plugin.compare.run import Run
-from upguard_plugin.compare.scan import RankScan
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.errors import IncomparableError
 
@@ -24,15 +24,15 @@ def refuse_other_runs(baseline: Run, noise: Sequence[Run]) -> None:
             )
 
 
-def left_out_notes(scans: Sequence[RankScan], selection: Selection) -> list[str]:
+def left_out_notes(facts: Sequence[RankFacts], selection: Selection) -> list[str]:
     """One note per ignore rule, and one per step at which noise begins."""
     notes = []
     for place, rule in enumerate(selection.ignore):
-        count = sum(scan.ignored.get(place, 0) for scan in scans)
+        count = sum(found.ignored.get(place, 0) for found in facts)
         notes.append(f"ignored: {count} events of {rule.text}: {rule.reason}")
     first: dict[str, int] = {}
-    for scan in scans:
-        for name, step in scan.noisy.items():
+    for found in facts:
+        for name, step in found.noisy.items():
             first[name] = min(step, first.get(name, step))
     by_step: dict[int, list[str]] = {}
     for name, step in first.items():

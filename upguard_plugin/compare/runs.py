@@ -3,35 +3,40 @@
 In:  two runs, and what is to be compared of them.
 Out: a `Verdict`. Runs that cannot be compared give one too, with the reason as its first note.
 
-`identical` is said only if everything that was asked for was read on both sides and is equal.
+`identical` is said only if everything that was asked for was read on both sides and is equal. All
+processes of a team run this code and come to the same verdict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from upguard_plugin.compare.causes import Cause, cause_of, structure_of
-from upguard_plugin.compare.describe import divergence, event_ref
-from upguard_plugin.compare.evidence import Scene
+from upguard_plugin.compare.causes import cause_of, structure_of
+from upguard_plugin.compare.crew import Crew
+from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
-from upguard_plugin.compare.noise import RankNoise
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
     differences_of_runs,
     is_same_program,
     obstacles,
+    rank_notes,
     refusal,
-    scan_notes,
+    totals,
 )
-from upguard_plugin.compare.ranks import Origin, origins_of, structures_of
+from upguard_plugin.compare.pieces import shares_of
+from upguard_plugin.compare.ranks import Ask, origins_of, structures_of
 from upguard_plugin.compare.run import Run
-from upguard_plugin.compare.scan import RankScan, Settings, scan_rank
+from upguard_plugin.compare.scan import Request, Settings
 from upguard_plugin.compare.selection import Selection
-from upguard_plugin.compare.steps import RankSteps, steps_behind
+from upguard_plugin.compare.survey import surveyed
+from upguard_plugin.compare.team import Alone, Team
 from upguard_plugin.records import Layout
 from upguard_plugin.verdict import Certified, Coverage, Divergence, RunSide, Verdict, Word
 
 Progress = Callable[[float, int], None]
+
+_NOTHING = Certified(events=0, last=None)
 
 
 def compare_runs(
@@ -42,6 +47,7 @@ def compare_runs(
     same_program: bool = False,
     verify: bool = False,
     noise: Sequence[Run] = (),
+    team: Team | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Verdict:
     """Compare two runs of one layout.
@@ -49,66 +55,50 @@ def compare_runs(
     noise: repeats of the baseline; what differs between it and one of them is left out.
     same_program: take both for runs of the same program, whatever their digests say.
     verify: decode and check every step, also where digests agree.
+    team: the processes that do it together; each of them calls this with the same arguments.
     progress: called after each step with how many ranks are done, in fractions, and of how many.
-    Raises TraceError for damaged files, UsageError for a selection that no run can satisfy.
+    Raises TraceError for damaged files, UsageError for a selection that no run can satisfy,
+    IncomparableError for noise that is no repeat of the baseline.
     """
-    selection = selection or Selection()
+    selection, team = selection or Selection(), team or Alone()
+    baseline, target, *noise = (_surveyed(run, team) for run in (baseline, target, *noise))
     refused = refusal(baseline, target)
     if refused:
-        return _verdict(baseline, target, "incomparable", [refused])
+        skipped = Crew(baseline, target, [], team).num_events_of_others(baseline)
+        coverage = _coverage(baseline, target, (), skipped)
+        return _verdict(baseline, target, "incomparable", [refused], _NOTHING, coverage)
     refuse_other_runs(baseline, noise)
-    scans = _scan(baseline, target, selection, verify, noise, progress)
+    ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
+    request = Request(selection, Settings.of(baseline, target), verify)
+    crew = Crew(baseline, target, ranks, team)
+    facts = crew.scan(request, noise, progress)
     one_program = same_program or is_same_program(baseline, target)
-    notes = differences_of_runs(baseline, target) + scan_notes(scans)
-    notes += left_out_notes(scans, selection)
-    reasons = obstacles(baseline, target, selection, scans)
-    origins, decide = origins_of(scans), cause_of
-    if not origins.minimal and any(scan.common_boundaries for scan in scans):
-        origins, decide = structures_of(scans), structure_of
+    notes = differences_of_runs(baseline, target) + rank_notes(facts)
+    notes += left_out_notes(facts, selection)
+    reasons = obstacles(baseline, target, selection, facts)
+    origins, decide = origins_of(facts, Ask(crew.messages, crew.sightings)), cause_of
+    if not origins.minimal and totals(facts)["common_boundaries"]:
+        origins, decide = structures_of(facts), structure_of
+    coverage = _coverage(baseline, target, facts, crew.num_events_of_others(baseline))
     if not origins.minimal:
         word: Word = "incomparable" if reasons else "identical"
-        return _verdict(baseline, target, word, reasons + notes, scans)
+        certified = _certified(facts, None, crew)
+        return _verdict(baseline, target, word, reasons + notes, certified, coverage)
     if origins.num_more:
         notes.append(f"{origins.num_more} more boundaries differ first, beside those listed")
     minimal, per_rank = (
-        [_divergence(origin, decide, baseline, one_program) for origin in listed]
+        crew.described(listed, decide, one_program)
         for listed in (origins.minimal, origins.per_rank)
     )
-    return _verdict(baseline, target, "divergent", notes + reasons, scans, minimal, per_rank)
+    certified = _certified(facts, minimal[0].ranks[0], crew)
+    notes += reasons
+    return _verdict(baseline, target, "divergent", notes, certified, coverage, minimal, per_rank)
 
 
-def _scan(
-    baseline: Run,
-    target: Run,
-    selection: Selection,
-    verify: bool,
-    noise: Sequence[Run],
-    progress: Progress,
-) -> list[RankScan]:
-    """Compare all ranks that both runs have."""
-    ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
-    settings = Settings.of(baseline, target)
-    lag = steps_behind(baseline, target, ranks[0]) if ranks else 0
-    scans: list[RankScan] = []
-    for rank in ranks:
-        steps = RankSteps(baseline, target, rank, lag)
-        scan = RankScan(rank, steps)
-        found = RankNoise(baseline, noise, rank, steps.space) if noise else None
-        scanned = scan_rank(scan, selection, settings, verify=verify, noise=found)
-        for done, _ in enumerate(scanned):
-            progress(len(scans) + done / len(steps.common), len(ranks))
-        scans.append(scan)
-    return scans
-
-
-def _divergence(
-    origin: Origin, decide: Callable[[Scene], Cause], baseline: Run, one_program: bool
-) -> Divergence:
-    pairing = origin.scan.steps.pairing(origin.step)
-    assert pairing is not None
-    world_size = baseline.manifest.world_size
-    scene = Scene(origin.scan.steps, origin.step, pairing, origin.finding, world_size, one_program)
-    return divergence(origin, scene, decide(scene))
+def _surveyed(run: Run, team: Team) -> Run:
+    """Each process looks at the ranks whose beginning it would compare."""
+    shares = shares_of(run.ranks, team.index, team.size)
+    return surveyed(run, [share.rank for share in shares if share.start == 0], team)
 
 
 def _verdict(
@@ -116,7 +106,8 @@ def _verdict(
     target: Run,
     word: Word,
     notes: Sequence[str],
-    scans: Sequence[RankScan] = (),
+    certified: Certified,
+    coverage: Coverage,
     minimal: Sequence[Divergence] = (),
     per_rank: Sequence[Divergence] = (),
 ) -> Verdict:
@@ -128,8 +119,8 @@ def _verdict(
         concurrent=list(minimal[1:]),
         tainted=None,
         per_rank=list(per_rank),
-        certified=_certified(scans, minimal[0].ranks[0] if minimal else None),
-        coverage=_coverage(baseline, target, scans),
+        certified=certified,
+        coverage=coverage,
         notes=list(notes),
     )
 
@@ -143,34 +134,28 @@ def _side(run: Run) -> RunSide:
     return RunSide(path=str(run.path), run_id=run.manifest.run_id, layout=sizes)
 
 
-def _certified(scans: Sequence[RankScan], rank: int | None) -> Certified:
+def _certified(facts: Sequence[RankFacts], rank: int | None, crew: Crew) -> Certified:
     """What is equal, rank by rank, up to where each first differs; the last of it on `rank`."""
-    ends = [scan for scan in scans if scan.last_equal is not None and rank in (None, scan.rank)]
-    last = None
-    if ends and ends[0].last_equal is not None:
-        step, row = ends[0].last_equal
-        pairing = ends[0].steps.pairing(step)
-        assert pairing is not None
-        last = event_ref(pairing.baseline.batch, row, ends[0].rank)
-    return Certified(events=sum(scan.certified for scan in scans), last=last)
+    ends = [found for found in facts if found.last_equal is not None and rank in (None, found.rank)]
+    last = crew.event(ends[0].rank, *ends[0].last_equal) if ends and ends[0].last_equal else None
+    return Certified(events=totals(facts)["certified"], last=last)
 
 
-def _coverage(baseline: Run, target: Run, scans: Sequence[RankScan]) -> Coverage:
-    unchosen = set(baseline.ranks) - {scan.rank for scan in scans}
-    skipped = sum(entry.num_events for rank in unchosen for entry in baseline.steps(rank))
+def _coverage(baseline: Run, target: Run, facts: Sequence[RankFacts], num_skipped: int) -> Coverage:
+    total = totals(facts)
     return Coverage(
-        ranks=len(scans),
-        compared=sum(scan.compared for scan in scans),
-        differ=sum(scan.differ for scan in scans),
-        unmatched_baseline=sum(scan.unmatched_baseline for scan in scans),
-        unmatched_target=sum(scan.unmatched_target for scan in scans),
-        not_comparable=sum(scan.not_comparable for scan in scans),
-        filtered=sum(scan.filtered for scan in scans) + skipped,
-        noise=sum(scan.noise for scan in scans),
+        ranks=len(facts),
+        compared=total["compared"],
+        differ=total["differ"],
+        unmatched_baseline=total["unmatched_baseline"],
+        unmatched_target=total["unmatched_target"],
+        not_comparable=total["not_comparable"],
+        filtered=total["filtered"] + num_skipped,
+        noise=total["noise"],
         never_fired=sum(
             note.startswith(NEVER_FIRED)
             for run in (baseline, target)
-            for scan in scans
-            for note in run.end(scan.rank).notes
+            for found in facts
+            for note in run.end(found.rank).notes
         ),
     )

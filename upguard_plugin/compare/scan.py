@@ -9,6 +9,7 @@ read: there everything may differ, and nothing of it is the answer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -49,12 +50,24 @@ class Settings:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of every rank."""
+
+    selection: Selection
+    settings: Settings
+    verify: bool = False
+
+
 @dataclass(slots=True)
 class RankScan:
     """What the comparison of one rank found."""
 
     rank: int
     steps: RankSteps
+    todo: deque[int]  # steps that were not looked at yet
+    memory: Memory = field(default_factory=Memory)
+    seen_equal: set[int] = field(default_factory=set)  # steps that were compared elsewhere
     step: int | None = None  # of the divergence
     findings: tuple[Finding, ...] = ()  # in that step: the first, and what stands beside it
     chosen: Bools | None = None  # in that step: the pairs that were asked for
@@ -75,49 +88,56 @@ class RankScan:
 
 
 def scan_rank(
-    scan: RankScan,
-    selection: Selection,
-    settings: Settings,
-    *,
-    verify: bool = False,
-    noise: RankNoise | None = None,
+    scan: RankScan, request: Request, noise: RankNoise | None = None, *, only_equal: bool = False
 ) -> Iterator[int]:
     """Compare one rank up to its first divergent step and fill in `scan`; yields each step.
 
     noise: of the same rank, to be left out.
+    only_equal: end before the first step that is not wholly equal.
     Raises TraceError for damaged files.
     """
-    steps, memory = scan.steps, Memory()
-    for step in steps.common:
+    while scan.todo:
+        step = scan.todo[0]
         yield step
-        entries = (steps.baseline[step], steps.target[steps.partner[step]])
-        if not selection.has_step(step):
+        entries = (scan.steps.baseline[step], scan.steps.target[scan.steps.partner[step]])
+        if step in scan.seen_equal:
+            scan.memory = replace(scan.memory, is_first=False, generators={})
+        elif not request.selection.has_step(step):
             scan.filtered += entries[0].num_events
-            continue
-        if not verify and entries[0].digest == entries[1].digest:
+        elif not request.verify and entries[0].digest == entries[1].digest:
             _count_equal_step(scan, step, entries[0].num_events)
-            memory = replace(memory, is_first=False, generators={})
-            continue
-        whole = steps.pairing(step, verify)
-        assert whole is not None
-        pairing, chosen = _restricted(scan, whole, selection, settings)
-        if noise is not None:
-            pairing, chosen = _without_noise(scan, pairing, chosen, noise, step)
-        found = find(pairing, chosen, memory)
-        for name in found.unused:
-            scan.unused.setdefault(name, step)
-        if found.structure is not None and scan.structure is None:
-            scan.structure = (step, found.structure)
-        _count_pairs(scan, step, pairing, chosen, found.divergent)
-        if found.divergent:
-            scan.step, scan.findings, scan.chosen = step, found.divergent, chosen
-            return
+        else:
+            pairing = scan.steps.pairing(step, request.verify)
+            assert pairing is not None
+            if only_equal and not pairing.is_equal:
+                return
+            _compare_step(scan, step, pairing, request, noise)
+            if scan.step is not None:
+                return
+        scan.todo.popleft()
+
+
+def _compare_step(
+    scan: RankScan, step: int, pairing: Pairing, request: Request, noise: RankNoise | None
+) -> None:
+    pairing, chosen = _restricted(scan, pairing, request.selection, request.settings)
+    if noise is not None:
+        pairing, chosen = _without_noise(scan, pairing, chosen, noise, step)
+    found = find(pairing, chosen, scan.memory)
+    for name in found.unused:
+        scan.unused.setdefault(name, step)
+    if found.structure is not None and scan.structure is None:
+        scan.structure = (step, found.structure)
+    _count_pairs(scan, step, pairing, chosen, found.divergent)
+    if found.divergent:
+        scan.step, scan.findings, scan.chosen = step, found.divergent, chosen
 
 
 def _count_equal_step(scan: RankScan, step: int, num_events: int) -> None:
     scan.compared += num_events
     scan.certified += num_events
     scan.common_boundaries += num_events
+    scan.memory = replace(scan.memory, is_first=False, generators={})
     if num_events:
         scan.last_equal = (step, num_events - 1)
 

@@ -40,7 +40,7 @@ class RankSteps:
     ) -> None:
         """lag: how many steps the target's numbers lag behind, where there are no iterations."""
         self.rank = rank
-        self._runs = (baseline, target)
+        self.runs = (baseline, target)
         self.space = space or KeySpace()
         self._kept: OrderedDict[int, Pairing] = OrderedDict()
         self.baseline = {entry.step: entry for entry in baseline.steps(rank)}
@@ -69,12 +69,17 @@ class RankSteps:
         if step not in self.partner:
             return None
         if step not in self._kept:
-            baseline = self._runs[0].read(self.rank, step, verify=verify)
-            target = self._runs[1].read(self.rank, self.partner[step], verify=verify)
+            baseline = self.runs[0].read(self.rank, step, verify=verify)
+            target = self.runs[1].read(self.rank, self.partner[step], verify=verify)
             self._kept[step] = pair_step(baseline, target, self.space)
             if len(self._kept) > _KEPT_STEPS:
                 self._kept.popitem(last=False)
         return self._kept[step]
+
+    def forget(self, step: int | None) -> None:
+        """Free the events of all steps but this one."""
+        for other in [kept for kept in self._kept if kept != step]:
+            del self._kept[other]
 
     def is_first_recorded(self, step: int) -> bool:
         return step == min(self.baseline) or self.partner[step] == min(self.target)
