@@ -163,6 +163,39 @@ def compare(
 @upguard.command()
 @click.argument("run")
 @selection_options
+@output_options
+def check(
+    run: str,
+    steps: str | None,
+    ranks: str | None,
+    modules: str | None,
+    roles: str | None,
+    form: str,
+    output: str | None,
+    quiet: bool,
+    verbose: bool,
+) -> int:
+    """Check what must hold inside one run: replicas agree, collectives keep their data, ...
+
+    Exit code 0 if nothing is broken, 1 if something is, 3 if there is nothing to check.
+    """
+    from upguard_plugin.compare.selection import Selection  # slow to load: numpy
+    from upguard_plugin.invariants.check import check_run  # slow to load: pydantic
+    from upguard_plugin.report.check_text import check_text
+    from upguard_plugin.report.progress import Progress
+    from upguard_plugin.trace.reader import open_trace  # slow to load: pyarrow
+
+    selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles)
+    with Progress(quiet, "checking") as progress:
+        found = check_run(open_trace(Path(run)), selection, progress=progress)
+    report = found.to_json() if form == "json" else check_text(found, verbose=verbose)
+    write_report([report], output, quiet)
+    return found.exit_code
+
+
+@upguard.command()
+@click.argument("run")
+@selection_options
 @click.option("--phase", metavar="LIST", help="Only these phases: forward,loss.")
 @click.option("--limit", type=click.IntRange(min=0), default=None, help="At most so many events.")
 @output_options

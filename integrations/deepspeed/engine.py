@@ -30,36 +30,32 @@ class Recorded:
     def _begin_step(self, engine: Any) -> None:
         self._first_micro_step: int = engine.micro_steps
         self._backwards = 0
-        self._forwards = 0
 
     def on_forward(self, engine: Any) -> None:
         """A forward is about to run; evaluation has no micro-batches."""
-        if not (engine.training and torch.is_grad_enabled()):
-            return
+        if engine.pipeline_parallelism or not (engine.training and torch.is_grad_enabled()):
+            return  # of a pipeline, `pipeline.ScheduleProbe` knows more
         if engine.gradient_accumulation_steps() > 1:
             self.guard.microbatch(self._microbatch(engine))
-        self._forwards += 1
+        # ZeRO 3 gathers weights before the first module runs.
+        self.guard.position.phase = "forward"
 
     def _microbatch(self, engine: Any) -> int:
         """A forward belongs to the next micro-batch when the last one's backward has begun.
 
-        A pipeline stage runs several forwards first, one for each micro-batch. `loss.backward()`
-        past the engine is not seen; there the engine's count of `step()` calls tells.
+        `loss.backward()` past the engine is not seen; there the engine's count of `step()` calls
+        tells.
         """
-        if engine.pipeline_parallelism:
-            return self._forwards
         return max(self._backwards, int(engine.micro_steps - self._first_micro_step))
 
-    def on_pipeline_backward(self, engine: Any) -> None:
-        """The backward of a pipeline stage is about to run; micro-batches come back in order."""
-        if engine.gradient_accumulation_steps() > 1:
-            self.guard.microbatch(self._backwards)
-        self._backwards += 1
+    def on_backward(self, loss: Any) -> None:
+        """`engine.backward` is about to run."""
+        if isinstance(loss, torch.Tensor):
+            self.guard.scalar("loss", loss.detach())
 
-    def after_backward(self, engine: Any) -> None:
+    def after_backward(self) -> None:
         """`engine.backward` has run."""
-        if not engine.pipeline_parallelism:
-            self._backwards += 1
+        self._backwards += 1
 
     def after_step(self, engine: Any, step_before: int, skipped_before: int) -> None:
         """`engine.step` or `train_batch` has run, at a boundary or not."""
@@ -99,8 +95,6 @@ class EngineWraps:
             self._undo.append(wrap(self._engine_class, name, getattr(self, f"_{name}")))
         if self._pipeline_class is not None:
             self._undo.append(wrap(self._pipeline_class, "train_batch", self._step))
-            backward = self._pipeline_backward
-            self._undo.append(wrap(self._pipeline_class, "_exec_backward_pass", backward))
             for name in ("_send_tensor_meta", "_recv_tensor_meta"):
                 if name in vars(self._pipeline_class):
                     self._undo.append(wrap(self._pipeline_class, name, self._unrecorded))
@@ -112,17 +106,13 @@ class EngineWraps:
         return original(engine, *args, **kw)
 
     def _backward(self, original: Callable[..., Any], engine: Any, *args: Any, **kw: Any) -> Any:
+        recorded = self._recorded.get(engine)
+        if recorded is not None:
+            recorded.on_backward(args[0] if args else kw.get("loss"))
         result = original(engine, *args, **kw)
-        recorded = self._recorded.get(engine)
         if recorded is not None:
-            recorded.after_backward(engine)
+            recorded.after_backward()
         return result
-
-    def _pipeline_backward(self, original: Callable[..., Any], engine: Any, *args: Any) -> Any:
-        recorded = self._recorded.get(engine)
-        if recorded is not None:
-            recorded.on_pipeline_backward(engine)
-        return original(engine, *args)
 
     def _unrecorded(self, original: Callable[..., Any], engine: Any, *args: Any) -> Any:
         """Stages tell each other shapes in a buffer of which most is never written.

@@ -88,9 +88,8 @@ class _Seam:
 
     def _record(self, engine: Any, settings: Any) -> None:
         # Slow to load, and only now needed: this module is imported with every deepspeed.
-        from upguard_plugin.capture.guard import enable
+        from upguard_plugin.integrations.deepspeed.adapter import begin
         from upguard_plugin.integrations.deepspeed.engine import EngineWraps
-        from upguard_plugin.records import Layout
 
         if self._engines is not None and len(self._engines):
             say("not recorded: a second DeepSpeed engine in one process; the first one is")
@@ -101,9 +100,7 @@ class _Seam:
         engines = self._engines
 
         def make_guard() -> Guard:
-            optimizer = getattr(engine, "basic_optimizer", None) or engine.optimizer
-            layout = Layout(zero_stage=engine.zero_optimization_stage())
-            guard = enable(engine.module, optimizer, settings, layout=layout)
+            guard = begin(engine, settings)
             engines.record(engine, guard)
             return guard
 

@@ -14,7 +14,6 @@ from upguard_plugin.fingerprint.rows import plan_sweeps
 from upguard_plugin.placement import resolve_placement
 from upguard_plugin.records import Axis, Fingerprint, Layout
 
-
 # The kernels see bytes: one dtype of each size is enough here, the GPU benchmark has them all.
 SIZES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
 

@@ -66,7 +66,8 @@ def find_boundaries(
         elif is_wrapper(module):
             continue
         selected = config.level != "stage" and config.selected_module(name)
-        if selected or name in names.roots:
+        # At level op all are hooked: the innermost one that runs is where an operator belongs.
+        if selected or name in names.roots or config.level == "op":
             found.append((module, _boundary(name, module, names, selected)))
     return found, notes
 

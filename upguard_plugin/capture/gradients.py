@@ -40,7 +40,7 @@ class GradientProbe:
         self._hooks: dict[int, tuple[weakref.ref[Tensor], list[RemovableHandle]]] = {}
         self._step = -1
         self._accumulated: set[str] = set()  # parameters, in this step
-        self._partial: dict[Placement, Placement] = {}
+        self._partial: dict[tuple[Placement, tuple[str, ...]], Placement] = {}
         self._complete = False  # gradients were recorded since the last accumulation
 
     def watch(self, parameters: Iterable[NamedParameter]) -> None:
@@ -82,12 +82,24 @@ class GradientProbe:
         ranks have agreed on (`grad_sync`); what changes them later is unscale and clip. operator:
         what has just changed them. Call n is the n-th such look in the step.
         """
+        grads = [(name, p.grad) for name, p in parameters if _is_expected(p)]
+        self.record_parts(grads, role=role, operator=operator)
+
+    def record_parts(
+        self,
+        grads: Sequence[tuple[str, Tensor | None]],
+        *,
+        role: str,
+        operator: str | None = None,
+    ) -> None:
+        """As `record_complete`, with the gradients themselves."""
         phase = "clip" if self._complete or not _is_distributed() else "grad_sync"
         with Snapshot(self._guard, phase, operator=operator) as now:
-            now.call = self._guard.position.next_call(f"{role} complete after {operator}")
-            now.tensors(role, role, _grads_of(parameters))
-            for name, parameter in parameters:
-                if parameter.grad is None and parameter.requires_grad:
+            first = grads[0][0] if grads else ""
+            now.call = self._guard.position.next_call(f"{role} {first} complete after {operator}")
+            now.tensors(role, role, [(name, g) for name, g in grads if g is not None])
+            for name, grad in grads:
+                if grad is None:
                     now.value(name, role, role, None)
 
     def mark_complete(self) -> None:
@@ -164,18 +176,28 @@ class GradientProbe:
         )  # fmt: skip
 
     def _partial_placement(self, name: str, role: str, tensor: Tensor) -> Placement | None:
-        """The placement of a gradient that the data-parallel ranks have not summed yet."""
+        """The placement of a gradient that the ranks have not summed yet."""
         placement = self._guard.placement(name, role, role, tensor)
-        if placement is None or "dp" in placement.sharded + placement.partial:
-            return placement
-        axis = self._guard.layout.axis("dp", placement.mesh)
-        if axis is None or axis.size == 1:
+        if placement is None:
+            return None
+        taken = placement.sharded + placement.partial
+        found = [
+            self._guard.layout.axis(axis, placement.mesh)
+            for axis in self._guard.placements.unreduced(name)
+            if axis not in taken
+        ]
+        axes = tuple(axis.name for axis in found if axis is not None and axis.size > 1)
+        if not axes:
             return placement
         # One object per placement: the recorder tells placements apart by identity.
-        if placement not in self._partial:
-            partial_axes = (*placement.partial, "dp")
-            self._partial[placement] = replace(placement, partial=partial_axes)
-        return self._partial[placement]
+        if (placement, axes) not in self._partial:
+            partial = replace(placement, partial=(*placement.partial, *axes))
+            self._partial[placement, axes] = partial
+        return self._partial[placement, axes]
+
+
+def _is_expected(parameter: Tensor) -> bool:
+    return parameter.grad is not None or parameter.requires_grad
 
 
 def _grads_of(parameters: Iterable[NamedParameter]) -> list[tuple[str, Tensor]]:

@@ -28,7 +28,7 @@ from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.modules import ModuleProbe
-from upguard_plugin.capture.names import Models, ParameterNames
+from upguard_plugin.capture.names import Models, ParameterNames, Rename
 from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
@@ -38,6 +38,7 @@ from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
+from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
 
@@ -57,14 +58,16 @@ def enable(
     config: UpGuardConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
     *,
     layout: Layout | Mapping[str, Any] | None = None,
-    placements: Mapping[str, Any] | None = None,
+    placements: Placements | Mapping[str, Any] | None = None,
     tied: Sequence[Sequence[str]] | None = None,
+    rename: Rename | None = None,
 ) -> Guard:
     """Begin to record this process; call it when the models are on their devices and wrapped.
 
     model, optimizer: one, or a list (pipeline chunks, several models). config: settings, or the
     path of a file with them. layout: per axis a ProcessGroup or a size. placements: boundary name
-    or glob -> spec. tied: lists of names of one parameter.
+    or glob -> spec. tied: lists of names of one parameter. rename: from a name in these models to
+    the one in the whole model, where they are parts of it.
     Raises ConfigError for a wrong setting and RunDirectoryError for a directory that cannot be
     used. Returns a guard that does nothing where recording is off for this rank.
     """
@@ -74,13 +77,13 @@ def enable(
     optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     optimizers = tuple(o for o in optimizers if o is not None)
     place = layout_of(layout, rank, world_size)
-    rules = Placements(placements, place)
+    rules = placements if isinstance(placements, Placements) else Placements(placements, place)
     stages = place.axis("pp")
-    names = ParameterNames(models, tied, whole=stages is None or stages.size == 1)
+    names = ParameterNames(models, tied, whole=stages is None or stages.size == 1, rename=rename)
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
-    recorder = Recorder(writer, FingerprintQueue(), settings.roles)
+    recorder = Recorder(writer, FingerprintQueue(), settings.roles, settings.phases)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     if rank == first_recorded_rank(settings, world_size):
@@ -99,6 +102,7 @@ class Guard:
     rank: int = 0
     world_size: int = 1
     layout: Layout = Layout()
+    collectives: CollectiveProbe | None = None  # adapters name groups and buffers there
 
     def __init__(
         self,
@@ -116,9 +120,10 @@ class Guard:
         self.optimizers = optimizers
         self.names = names
         self.probes: list[Probe] = []
-        self._placements = placements
-        self._states = StateProbe(self)
-        self._batches = DataProbe(self)
+        self.placements = placements
+        self.states = StateProbe(self)
+        self.batches = DataProbe(self)
+        self.mark: str | None = None  # what an adapter says of the step that ends, see `step`
         self._begun = False  # whether the state at the start of this step has been recorded
         self._closed = False
         self._pid = os.getpid()
@@ -132,26 +137,39 @@ class Guard:
     def attach(self) -> None:
         """Hook all probes of the config's level in."""
         # In this order: a root module's batch is recorded before its own events.
-        self.probes = [self._states, self._batches, ModuleProbe(self)]
+        self.probes = [self.states, self.batches, ModuleProbe(self)]
         if torch.distributed.is_available() and not CollectiveProbe.in_use():
-            owners = [ParameterOwner(self.names.parameters)]
-            reducers = [
-                ReducerBuckets(model, self.names.of)
-                for _, model in self.models
-                if isinstance(model, DistributedDataParallel)
-            ]
-            self.probes.append(CollectiveProbe(self.recorder, owners=owners, reducers=reducers))
+            self.collectives = self._collective_probe()
+            self.probes.append(self.collectives)
         if self.config.level == "op":
             self.probes.append(OperatorProbe(self))
         for probe in self.probes:
             probe.attach()
         atexit.register(self._close_at_exit)
 
+    def _collective_probe(self) -> CollectiveProbe:
+        reducers = [
+            ReducerBuckets(model, self.names.of)
+            for _, model in self.models
+            if isinstance(model, DistributedDataParallel)
+        ]
+        owners = [ParameterOwner(self.names.parameters)]
+        probe = CollectiveProbe(self.recorder, owners=owners, reducers=reducers)
+        # Dense axes last: an expert axis with the same ranks does not take their name.
+        for axis in sorted(self.layout.axes, key=lambda axis: axis.mesh, reverse=True):
+            if axis.size > 1:
+                probe.groups.name(axis.ranks, axis.name)
+        return probe
+
     def placement(
         self, boundary: str, role: str, slot: str, tensor: torch.Tensor
     ) -> Placement | None:
-        """Which part of a logical tensor this is, by the rules; None where nothing is known."""
-        return self._placements.of(boundary, role, slot, tensor.shape)
+        """Which part of a logical tensor this is; None where nothing is known.
+
+        A DTensor says it itself; for all others the rules do.
+        """
+        own = placement_of(tensor)
+        return self.placements.of(boundary, role, slot, tensor.shape) if own is None else own
 
     @shielded
     def begin_step_if_needed(self) -> None:
@@ -160,7 +178,7 @@ class Guard:
             return
         self._begun = True
         with self.position.outside_microbatches("start"):
-            self._states.record_start()
+            self.states.record_start()
 
     @shielded
     def step(self, *, iteration: int | None = None, mark: str | None = None) -> None:
@@ -171,9 +189,10 @@ class Guard:
         if iteration is not None:
             self.position.iteration = iteration
         if self._begun:
-            self._states.record_end()
+            self.states.record_end()
         self._begun = False
-        self.recorder.finish_step(mark=mark)
+        self.recorder.finish_step(mark=mark or self.mark)
+        self.mark = None
         self.recorder.select(self.config.selected_step(self.position.step))
 
     def microbatch(self, k: int) -> None:
@@ -188,7 +207,7 @@ class Guard:
         """
         if self.recorder.active:
             self.begin_step_if_needed()
-            self._batches.record(name, tensor, batch_dim)
+            self.batches.record(name, tensor, batch_dim)
 
     @shielded
     def scalar(self, name: str, value: float | torch.Tensor) -> None:
@@ -235,7 +254,7 @@ class Guard:
             )
         self.begin_step_if_needed()
         if isinstance(placement, str):
-            placement = self._placements.resolve(placement, boundary, tensor.shape)
+            placement = self.placements.resolve(placement, boundary, tensor.shape)
         elif placement is None:
             placement = self.placement(boundary, role, slot, tensor)
         call = self.position.next_call(f"{boundary}:{role}:{slot}")

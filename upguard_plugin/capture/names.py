@@ -10,7 +10,7 @@ of the user's `tied` list); its other names are its aliases.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -31,6 +31,7 @@ _WRAPPER_CLASSES = frozenset(
 ROOT = "(root)"  # the name of a model that is the only one; its parts have bare names
 
 Models = tuple[tuple[str, nn.Module], ...]
+Rename = Callable[[str], str]
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -54,14 +55,17 @@ class ParameterNames:
         tied: Sequence[Sequence[str]] | None = None,
         *,
         whole: bool = True,
+        rename: Rename | None = None,
     ) -> None:
         """tied: lists of names of one parameter, the canonical one first.
 
         whole: the models have all parameters; a pipeline stage need not have what `tied` names.
+        rename: from a name in these models to the one in the whole model (global layer numbers).
         Raises ConfigError if `tied` names a parameter that a whole model does not have.
         """
         self._models = models
         self._whole = whole
+        self.rename = rename or _same_name
         self._tied = tuple(tuple(names) for names in tied or ())
         self.modules: dict[str, nn.Module] = {}  # the innermost of each name
         self.parameters: dict[str, nn.Parameter] = {}  # by canonical name
@@ -76,7 +80,7 @@ class ParameterNames:
         for table in (self.modules, self.parameters, self.buffers, self.aliases, self._by_id):
             table.clear()  # in place: others hold these tables
         canonical = {name: names[0] for names in self._tied for name in names}
-        for name, module in self.walk():
+        for name, module in self._walk():
             self._add_module(name, module, canonical)
         known = {*self.parameters, *(n for names in self.aliases.values() for n in names)}
         for name in canonical:
@@ -88,23 +92,34 @@ class ParameterNames:
 
     def walk(self) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of all models, parents first, wrappers included; shared modules repeat."""
-        for root, (_, model) in zip(self.roots, self._models, strict=True):
-            yield from _walk(root, model)
+        for name, module in self._walk():
+            yield self.rename(name), module
+
+    @property
+    def tied(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters here that `tied` names, by canonical name: other stages hold them too."""
+        names = dict.fromkeys(names[0] for names in self._tied)
+        return [(name, self.parameters[name]) for name in names if name in self.parameters]
 
     def of(self, thing: torch.Tensor | nn.Module) -> str | None:
         """The canonical name of a parameter, buffer or module; None for anything else."""
         return self._by_id.get(id(thing))
 
+    def _walk(self) -> Iterator[tuple[str, nn.Module]]:
+        for root, (_, model) in zip(self.roots, self._models, strict=True):
+            yield from _walk(root, model)
+
     def _add_module(self, name: str, module: nn.Module, canonical: dict[str, str]) -> None:
-        self.modules[name] = module
-        self._by_id.setdefault(id(module), name)
+        self.modules[self.rename(name)] = module
+        self._by_id.setdefault(id(module), self.rename(name))
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                self._add_parameter(_join(name, leaf), parameter, canonical)
+                self._add_parameter(self.rename(_join(name, leaf)), parameter, canonical)
         for leaf, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in self._by_id:
-                self.buffers[_join(name, leaf)] = buffer
-                self._by_id[id(buffer)] = _join(name, leaf)
+                whole_name = self.rename(_join(name, leaf))
+                self.buffers[whole_name] = buffer
+                self._by_id[id(buffer)] = whole_name
 
     def _add_parameter(self, name: str, parameter: nn.Parameter, canonical: dict[str, str]) -> None:
         first = self._by_id.get(id(parameter))
@@ -115,6 +130,10 @@ class ParameterNames:
             self.parameters[name if first in self.parameters else first] = parameter
         if name != first and name not in self.aliases.get(first, ()):
             self.aliases[first] = (*self.aliases.get(first, ()), name)
+
+
+def _same_name(name: str) -> str:
+    return name
 
 
 def _join(module: str, leaf: str) -> str:

@@ -2,16 +2,18 @@
 
 In:  the optimizers given to `enable`, others that step on the model's parameters, and any object
      with `param_groups`, `state` and `step`.
-Out: at `start` and after each step their state; before each step the gradients it will use and the
+Out: at `start` and after each step their state, at `start` also masters rounded to their weights'
+     dtype; before each step the gradients it will use and the
      hyper-parameters as they are then; after it the weights.
 
 A parameter of an optimizer that no model has is a master: it takes the name of the parameter whose
 `main_param` it is (Megatron), else of the one that stands at its place in order and has its shape.
+Where one tensor of an optimizer holds parts of several parameters (ZeRO), an adapter says which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +23,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.clipping import Replacement
 from upguard_plugin.capture.gradients import GradientProbe, NamedParameter
+from upguard_plugin.capture.parts import Fragment, Part
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
 from upguard_plugin.capture.tensors import tensors_in
@@ -32,13 +36,16 @@ if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
 
 
+Groups = Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]  # each with its parameters
+
+
 @dataclass(slots=True)
 class Watched:
     """An optimizer and the name its scalars have."""
 
     name: str  # "optimizer", or "optimizer0", "optimizer1" where several were given
     optimizer: Any
-    call: int = 0  # n-th step of it inside the run's current step
+    call: int = 0  # n-th step of these parameters inside the run's current step
 
 
 class OptimizerProbe:
@@ -58,6 +65,14 @@ class OptimizerProbe:
             Watched(f"optimizer{number}", optimizer)
             for number, optimizer in zip(numbers, given, strict=True)
         ]
+        # What an adapter knows of masters: names by the identity of the tensor.
+        self.known_masters: Callable[[], Mapping[int, str]] = dict
+        # ... of the parameters whose parts one flat tensor of an optimizer holds;
+        self.fragments_of: Callable[[Tensor], Sequence[Fragment]] = _no_fragments
+        # ... of groups, where a step shows the optimizer only some of them;
+        self.groups_at_rest: Callable[[Any], Groups] = _groups_of
+        # ... and what it records itself when an optimizer is about to step.
+        self.on_step: Callable[[], None] = _nothing
         self._masters: dict[int, str] = {}
         self._depth = 0  # of steps that have begun: a wrapper's and a subclass's step hold others
         self._handles: list[Any] = []
@@ -90,8 +105,13 @@ class OptimizerProbe:
         self._depth = 0  # a step that raised has never ended
         self._name_masters()
         for watched in self._watched:
-            self._record_state(now, watched.optimizer)
-            self._record_groups(now, watched, membership=True)
+            groups = self.groups_at_rest(watched.optimizer)
+            held = [parameter for _, parameters in groups for parameter in parameters]
+            owned, masters = self._split(held)
+            self._record_state(now, watched.optimizer, owned, masters)
+            self._record_rounded(now, masters)
+            self._record_membership(now, watched.name, groups)
+            self._record_groups(now, watched.name, enumerate(group for group, _ in groups))
 
     @shielded
     def _before_step(self, optimizer: Any, _args: Any = (), _kwargs: Any = None) -> None:
@@ -101,18 +121,21 @@ class OptimizerProbe:
         self._depth += 1
         if watched is None or self._depth > 1 or not self.recorder.active:
             return
+        self.on_step()
         position = self._guard.position
         position.phase = "optimizer"
+        owned, masters = self._split(_parameters_of(optimizer))
+        first = (owned + masters)[0].name if owned or masters else ""
         with Snapshot(self._guard, "optimizer"):
-            watched.call = position.next_call(watched.name)
-        owned, masters = self._split(optimizer)
+            watched.call = position.next_call(f"{watched.name} steps {first}")
         if owned:
-            self._gradients.record_complete(owned)
+            self._gradients.record_complete([(part.name, part.held) for part in owned])
         if masters:
-            self._gradients.record_complete(masters, role="main_grad")
+            grads = [(part.name, _grad_of(part)) for part in masters]
+            self._gradients.record_parts(grads, role="main_grad")
         self._gradients.mark_complete()
-        with Snapshot(self._guard, "optimizer", call=watched.call) as now:
-            self._record_groups(now, watched, membership=False)
+        with Snapshot(self._guard, "optimizer") as now:
+            self._record_groups(now, watched.name, self._stepping(optimizer), step=True)
 
     @shielded
     def _after_step(self, optimizer: Any, _args: Any = (), _kwargs: Any = None) -> None:
@@ -120,11 +143,11 @@ class OptimizerProbe:
         watched = self._find(optimizer)
         if watched is None or self._depth > 0 or not self.recorder.active:
             return
+        owned, masters = self._split(_parameters_of(optimizer))
         with Snapshot(self._guard, "optimizer", call=watched.call) as now:
-            self._record_state(now, optimizer)
-            owned, _ = self._split(optimizer)
-            now.tensors("param", "value", owned)
-        self._on_update([name for name, _ in owned])
+            self._record_state(now, optimizer, owned, masters)
+            now.tensors("param", "value", [(part.name, part.held) for part in owned])
+        self._on_update([part.name for part in owned])
 
     def _find(self, optimizer: Any) -> Watched | None:
         for watched in self._watched:
@@ -141,29 +164,66 @@ class OptimizerProbe:
         )
         return self._watched[-1]
 
-    def _record_state(self, now: Snapshot, optimizer: Any) -> None:
-        owned, masters = self._split(optimizer)
-        now.tensors("master", "master", masters)
+    def _stepping(self, optimizer: Any) -> list[tuple[int, Mapping[str, Any]]]:
+        """The groups that a step is about to update, each with its place among all."""
+        places = {id(group): i for i, (group, _) in enumerate(self.groups_at_rest(optimizer))}
+        groups = enumerate(getattr(optimizer, "param_groups", ()))
+        return [(places.get(id(group), i), group) for i, group in groups if group["params"]]
+
+    def _record_state(
+        self, now: Snapshot, optimizer: Any, owned: list[Part], masters: list[Part]
+    ) -> None:
+        now.tensors("master", "master", [(part.name, part.of(part.held)) for part in masters])
         by_slot: dict[str, list[tuple[str, Tensor]]] = {}
         others = []
         states = getattr(optimizer, "state", {})
-        for name, parameter in owned + masters:
-            for slot, value in _leaves(states.get(parameter)):
+        for part in owned + masters:
+            for slot, value in _leaves(states.get(part.held)):
                 if isinstance(value, Tensor):
-                    by_slot.setdefault(slot, []).append((name, value))
+                    by_slot.setdefault(slot, []).append((part.name, part.of(value)))
                 else:
-                    others.append((name, slot, value))
+                    others.append((part.name, slot, value))
         for slot, named in by_slot.items():
             now.tensors("optimizer_state", slot, named)
         for name, slot, value in others:
             now.value(name, "optimizer_state", slot, value)
 
-    def _record_groups(self, now: Snapshot, watched: Watched, *, membership: bool) -> None:
-        for index, group in enumerate(getattr(watched.optimizer, "param_groups", ())):
-            boundary = f"{watched.name}.group{index}"
-            if membership:
-                names = sorted(self.name_of(p) or "?" for p in group["params"])
-                now.value(boundary, "scalar", "params", "\n".join(names))
+    def _record_rounded(self, now: Snapshot, masters: list[Part]) -> None:
+        """Each master in its weight's dtype, slot `rounded`: what its weight should be.
+
+        One after the other: no more than one copy is alive.
+        """
+        for part in masters:
+            weight, master = self._guard.names.parameters.get(part.name), part.held
+            if weight is None or part.fragment is not None or weight.shape != master.shape:
+                continue
+            if weight.dtype == master.dtype:
+                continue
+            with _disable_current_modes():  # the copy is ours: no mode is to see it made
+                rounded = master.detach().to(weight.dtype)
+            now.tensors("master", "rounded", [(part.name, rounded)])
+
+    def _record_membership(self, now: Snapshot, optimizer: str, groups: Groups) -> None:
+        for index, (_, parameters) in enumerate(groups):
+            names = sorted(name for p in parameters for name in self._names_of(p))
+            now.value(f"{optimizer}.group{index}", "scalar", "params", "\n".join(names))
+
+    def _names_of(self, parameter: Tensor) -> list[str]:
+        name = self.name_of(parameter)
+        fragments = () if name is not None else self.fragments_of(parameter)
+        return [fragment.name for fragment in fragments] or [name or "?"]
+
+    def _record_groups(
+        self,
+        now: Snapshot,
+        optimizer: str,
+        groups: Iterable[tuple[int, Mapping[str, Any]]],
+        *,
+        step: bool = False,
+    ) -> None:
+        for index, group in groups:
+            boundary = f"{optimizer}.group{index}"
+            now.call = self._guard.position.next_call(f"{boundary} steps") if step else 0
             for key in sorted(group.keys() - {"params"}):
                 for path, value in tensors_in(group[key], key):
                     if value is None:
@@ -172,15 +232,17 @@ class OptimizerProbe:
                     plain = float(value) if type(value) is int else value
                     now.value(f"{boundary}.{path}", "scalar", "0", plain)
 
-    def _split(self, optimizer: Any) -> tuple[list[NamedParameter], list[NamedParameter]]:
+    def _split(self, parameters: Sequence[Tensor]) -> tuple[list[Part], list[Part]]:
         """The optimizer's parameters in group order: (the model's own, masters)."""
         owned, masters = [], []
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters:
             name = self._guard.names.of(parameter)
             if name is not None:
-                owned.append((name, parameter))
+                owned.append(Part(name, parameter))
             elif id(parameter) in self._masters:
-                masters.append((self._masters[id(parameter)], parameter))
+                masters.append(Part(self._masters[id(parameter)], parameter))
+            else:
+                masters += [Part(f.name, parameter, f) for f in self.fragments_of(parameter)]
         return owned, masters
 
     def _name_masters(self) -> None:
@@ -190,11 +252,15 @@ class OptimizerProbe:
         for watched in self._watched:
             for parameter in _parameters_of(watched.optimizer):
                 name = names.of(parameter)
-                if name is None:
-                    foreign[id(parameter)] = parameter
-                else:
+                if name is not None:
                     owned.add(name)
+                elif not self.fragments_of(parameter):
+                    foreign[id(parameter)] = parameter
         self._masters = {}
+        for key, name in self.known_masters().items():
+            if foreign.pop(key, None) is not None:
+                self._masters[key] = name
+                owned.add(name)
         for name, parameter in names.parameters.items():
             master = getattr(parameter, "main_param", None)
             if id(master) in foreign:
@@ -227,6 +293,22 @@ def _leaves(state: Any) -> list[tuple[str, Any]]:
 
 def _parameters_of(optimizer: Any) -> list[Tensor]:
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def _groups_of(optimizer: Any) -> Groups:
+    return [(group, group["params"]) for group in getattr(optimizer, "param_groups", ())]
+
+
+def _no_fragments(parameter: Tensor) -> Sequence[Fragment]:
+    return ()
+
+
+def _nothing() -> None:
+    """No adapter has anything to record here."""
+
+
+def _grad_of(part: Part) -> Tensor | None:
+    return None if part.held.grad is None else part.of(part.held.grad)
 
 
 def _innermost(optimizer: Any) -> Any:

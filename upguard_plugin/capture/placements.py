@@ -79,6 +79,10 @@ class Placements:
             self._found[place] = self._find(boundary, role, slot, shape)
         return self._found[place]
 
+    def unreduced(self, boundary: str) -> tuple[str, ...]:
+        """The axes over which a parameter's gradient is a partial sum while it is accumulated."""
+        return ("dp",)
+
     def resolve(self, spec: str, boundary: str, shape: torch.Size) -> Placement:
         """A spec that was given with the tensor. Raises PlacementError if it does not fit."""
         try:

@@ -21,11 +21,11 @@ import torch
 from upguard_plugin.capture.deferred import DeferredRows, Ticket
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.rows import Rows, Wire
-from upguard_plugin.capture.storages import Storages, is_tracked, look
+from upguard_plugin.capture.storages import Storage, Storages, extent_of, look
 from upguard_plugin.capture.tensors import as_bytes
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
-from upguard_plugin.records import ROLES, Group, Placement, Source
+from upguard_plugin.records import PHASES, ROLES, Group, Placement, Source
 from upguard_plugin.trace.batch import NONE, EventBatch
 
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -48,12 +48,17 @@ class Writer(Protocol):
 class Recorder:
     """Collects the events of one rank. The only one who makes rows."""
 
-    def __init__(self, writer: Writer, queue_: FingerprintQueue, roles: Iterable[str] = ()) -> None:
-        """roles: those to record; none: all."""
+    def __init__(
+        self,
+        writer: Writer,
+        queue_: FingerprintQueue,
+        roles: Iterable[str] = (),
+        phases: Iterable[str] = (),
+    ) -> None:
+        """roles, phases: those to record; none: all."""
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
-        self.at_work = False  # operators that run now are ours, not the training's
         self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._writer = writer
         self._queue = queue_
@@ -62,6 +67,7 @@ class Recorder:
         self._rows = Rows()
         self._noted: set[str] = set()
         self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
+        self.phases_left_out = frozenset(PHASES) - frozenset(phases or PHASES)
         self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
         self.on_first_step: Callable[[], None] | None = None  # called when it is written
         self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
@@ -96,10 +102,11 @@ class Recorder:
         step that has the fingerprint of this very tensor already. Returns NONE where nothing was
         recorded: the role is not selected, or the tensor has no plain bytes (that is noted).
         """
-        if role in self._left_out:
+        phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
             return NONE
         parts = (
-            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            boundary, phase, role, slot, tensor.dtype, tensor.shape,
             operator, moment, placement, group, op, source,
         )  # fmt: skip
         with self._lock:
@@ -115,16 +122,17 @@ class Recorder:
     def key_of(
         self, boundary: str, tensor: torch.Tensor, *, role: str, slot: str, phase: str,
         operator: str | None, placement: Placement | None, source: Source | None = None,
+        moment: str | None = None,
     ) -> int:  # fmt: skip
         """The number under which events of this kind are recorded; NONE for a role left out.
 
         For call sites that see the same kind of event many times: `record_as` is half of `record`.
         """
-        if role in self._left_out:
+        if role in self._left_out or phase in self.phases_left_out:
             return NONE
         parts = (
             boundary, phase, role, slot, tensor.dtype, tensor.shape,
-            operator, None, placement, None, None, source,
+            operator, moment, placement, None, None, source,
         )  # fmt: skip
         with self._lock:
             return self._rows.key_of(parts)
@@ -132,16 +140,19 @@ class Recorder:
     def record_as(
         self, key: int, tensor: torch.Tensor, placement: Placement | None = None,
         microbatch: int | None = None, call: int = 0, producer: int = NONE, same_as: int = NONE,
+        storage: Storage | None = None,
     ) -> int:  # fmt: skip
-        """As `record`, with all that does not change given as a `key_of` this kind of tensor."""
+        """As `record`, with all that does not change given as a `key_of` this kind of tensor.
+
+        storage: what `storages` has of this tensor, if the caller has looked it up already.
+        """
         if key == NONE:
             return NONE
         with self._lock:
             if same_as >= self._rows.first_seq:
                 taken, writer = self._rows.slot_of(same_as), NONE
             else:
-                boundary = self._rows.boundary_of(key)
-                taken, writer = self._fingerprint(boundary, tensor, placement)
+                taken, writer = self._fingerprint(key, tensor, placement, storage)
             if taken == NONE:
                 return NONE
             producer = writer if producer == NONE else producer
@@ -169,10 +180,11 @@ class Recorder:
         The event stands here in program order; `fill` or `cancel` must follow, from any thread.
         Returns None where nothing was added: the role is not selected.
         """
-        if role in self._left_out:
+        phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
             return None
         parts = (
-            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            boundary, phase, role, slot, tensor.dtype, tensor.shape,
             operator, moment, placement, group, op, source,
         )  # fmt: skip
         with self._lock:
@@ -180,15 +192,17 @@ class Recorder:
             seq = self._add(self._rows.key_of(parts), None, call, NONE, taken)
             if wire is not None:
                 self._rows.set_wire(seq, wire)
-            if self.storages is not None and role == "output" and is_tracked(tensor):
+            storage = None if self.storages is None else self.storages.find(tensor)
+            if self.storages is not None and storage is not None and role == "output":
                 self.storages.lose_sight(tensor)
-                self.storages.of(tensor).note_writer(tensor, seq)
+                storage.note_writer(extent_of(tensor), seq)
             return self._deferred.reserve(seq - self._rows.first_seq, boundary, placement)
 
     def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Take the fingerprint of `tensor` now for a reserved event, as `record` does."""
         try:
-            self._deferred.fill(ticket, tensor)
+            with torch._C._DisableTorchDispatch():
+                self._deferred.fill(ticket, tensor)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {ticket.boundary} was not recorded: {error.sentence}")
             self._deferred.cancel(ticket)
@@ -210,11 +224,11 @@ class Recorder:
 
         For tensors that nobody overwrites meanwhile: parameters, gradients, optimizer state.
         """
-        if role in self._left_out:
-            return
         phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
+            return
         with self._lock:
-            slots = self._put_many(entries)
+            slots = self._put_many(entries, phase)
             for (boundary, tensor, placement), taken in zip(entries, slots, strict=True):
                 if taken == NONE:
                     continue
@@ -230,10 +244,11 @@ class Recorder:
         moment: str | None = None, microbatch: int | None = None,
     ) -> int:  # fmt: skip
         """Record raw bytes: RNG states, strings, None (no bytes, dtype "none")."""
-        if role in self._left_out:
+        phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
             return NONE
         parts = (
-            boundary, phase or self.position.phase, role, slot, dtype, (len(data),),
+            boundary, phase, role, slot, dtype, (len(data),),
             operator, moment, None, None, None, None,
         )  # fmt: skip
         with self._lock:
@@ -316,36 +331,50 @@ class Recorder:
                 self._batches.put(batch)
 
     def _fingerprint(
-        self, boundary: str, tensor: torch.Tensor, placement: Placement | None
+        self, key: int, tensor: torch.Tensor, placement: Placement | None, storage: Storage | None
     ) -> tuple[int, int]:
         """The slot of the tensor's fingerprint, and the seq of the event that wrote it last."""
-        if self.storages is None or not is_tracked(tensor):
-            return self._put(boundary, tensor, placement), NONE
-        storage = self.storages.of(tensor)
-        view = (look(tensor), id(placement))
+        storages = self.storages
+        if storages is not None and storage is None:
+            storage = storages.find(tensor)
+        if storages is None or storage is None:
+            return self._put(self._rows.boundary_of(key), tensor, placement), NONE
+        view = look(tensor) if placement is None else (look(tensor), id(placement))
         slot = storage.known.get(view)
-        if slot is None or self.storages.is_due():
-            slot = self._put(boundary, tensor, placement)
+        if slot is None or storages.is_due():
+            slot = self._put(self._rows.boundary_of(key), tensor, placement)
             if storage.in_sight and slot != NONE:
                 storage.known[view] = slot
-        return slot, storage.writer_of(tensor)
+        return slot, storage.writer_of(extent_of(tensor))
 
     def _put(self, boundary: str, tensor: torch.Tensor, placement: Placement | None) -> int:
         """The slot of the tensor's fingerprint, or NONE, noted, if it can have none."""
-        self.at_work = True
         try:
-            return self._queue.put(tensor, placement)
+            # What hashing runs is none of the training's operators: no mode sees it.
+            with torch._C._DisableTorchDispatch():
+                return self._queue.put(tensor, placement)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {boundary} was not recorded: {error.sentence}")
             return NONE
-        finally:
-            self.at_work = False
 
-    def _put_many(self, entries: Sequence[Entry]) -> Sequence[int]:
+    def _put_many(self, entries: Sequence[Entry], phase: str) -> Sequence[int]:
+        slots = [self._slot_of_writer(entry, phase) for entry in entries]
+        fresh = [entry for entry, slot in zip(entries, slots, strict=True) if slot == NONE]
         try:
-            return self._queue.put_many([e[1] for e in entries], [e[2] for e in entries])
+            with torch._C._DisableTorchDispatch():
+                taken = self._queue.put_many([e[1] for e in fresh], [e[2] for e in fresh])
         except UnsupportedTensorError:  # nothing was taken; find out which it was
             return [self._put(*entry) for entry in entries]
+        hashed = iter(taken)
+        return [next(hashed) if slot == NONE else slot for slot in slots]
+
+    def _slot_of_writer(self, entry: Entry, phase: str) -> int:
+        """The slot of a tensor that an operator wrote in this very phase, as far as is known."""
+        _, tensor, placement = entry
+        storage = None if self.storages is None else self.storages.find(tensor)
+        if storage is None or storage.written_in != phase or placement is not None:
+            return NONE
+        return storage.known.get(look(tensor), NONE)
 
     def _add(self, key: int, microbatch: int | None, call: int, producer: int, taken: int) -> int:
         if microbatch is None:
@@ -374,5 +403,6 @@ class Recorder:
 
 def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
     """A 0-dim CPU tensor to put numbers in, and numpy's view of it."""
-    tensor = torch.zeros((), dtype=dtype, device="cpu")
-    return tensor, tensor.numpy()
+    with torch._C._DisableTorchDispatch():  # for no mode to see
+        tensor = torch.zeros((), dtype=dtype, device="cpu")
+        return tensor, tensor.numpy()

@@ -79,7 +79,13 @@ def numpy_state() -> bytes:
 
 def generator_state(generator: torch.Generator) -> bytes:
     """State of a torch generator. Does not wait for its device."""
-    state = generator.get_state().numpy().tobytes()
-    if generator.device.type == "cpu" and len(state) == _CPU_STATE_BYTES:
-        return b"".join(state[field] for field in _CPU_FIELDS)
-    return state
+    with torch._C._DisableTorchDispatch():  # none of the training's operators
+        return state_bytes(generator.get_state())
+
+
+def state_bytes(state: Tensor) -> bytes:
+    """The bytes that count of what `get_state` or `torch.get_rng_state` gave."""
+    found = state.numpy().tobytes()
+    if len(found) == _CPU_STATE_BYTES:
+        return b"".join(found[field] for field in _CPU_FIELDS)
+    return found

@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from upguard_plugin.capture.clipping import ClippingProbe
-from upguard_plugin.capture.gradients import GradientProbe
+from upguard_plugin.capture.gradients import GradientProbe, NamedParameter
 from upguard_plugin.capture.optimizers import OptimizerProbe
 from upguard_plugin.capture.rng import Source, read_generators
 from upguard_plugin.capture.shield import shielded
@@ -34,9 +36,11 @@ class StateProbe:
         self.generators: dict[str, Source] = {}  # further generators, recorded as "rng.<name>"
         # Further state: called at `start` and, with phase `optimizer`, at the end of the step.
         self.sources: list[Callable[[Snapshot], None]] = []
+        # What is valid of a parameter between steps, where it is gathered during the forward only.
+        self.at_rest: Callable[[str, Tensor], Tensor | None] = _whole
         self._guard = guard
         self.gradients = GradientProbe(guard)
-        self.optimizers = OptimizerProbe(guard, self.gradients, self._on_update)
+        self.optimizers = OptimizerProbe(guard, self.gradients, self.mark_recorded)
         self.clipping = ClippingProbe(guard, self.gradients, self.optimizers.name_of)
         self._started = -1  # the step whose start is recorded
         self._updated: set[str] = set()  # parameters recorded after an optimizer's step
@@ -66,7 +70,8 @@ class StateProbe:
         parameters = list(names.parameters.items())
         self.gradients.watch(parameters)
         with Snapshot(self._guard, "start") as now:
-            now.tensors("param", "value", parameters)
+            now.tensors("param", "value", self._parts_at_rest(parameters))
+            now.tensors("param", "tied", names.tied)
             now.tensors("buffer", "value", names.buffers.items())
             self.optimizers.record_start(now)
             self.clipping.record_start(now)
@@ -91,7 +96,8 @@ class StateProbe:
             if parameter.requires_grad and name not in self._updated
         ]
         with Snapshot(self._guard, "optimizer") as now:
-            now.tensors("param", "value", left)
+            now.tensors("param", "value", self._parts_at_rest(left))
+            now.tensors("param", "tied", names.tied)
             for source in self.sources:
                 source(now)
             # A generator that nobody draws from ends every step as it began it: whatever its state
@@ -99,5 +105,14 @@ class StateProbe:
             for boundary, state in read_generators(names.modules, self.generators):
                 now.value(boundary, "rng", "state", state)
 
-    def _on_update(self, names: Sequence[str]) -> None:
+    def _parts_at_rest(self, parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
+        parts = ((name, self.at_rest(name, parameter)) for name, parameter in parameters)
+        return [(name, part) for name, part in parts if part is not None]
+
+    def mark_recorded(self, names: Sequence[str]) -> None:
+        """Say that what this step leaves of these parameters is recorded."""
         self._updated.update(names)
+
+
+def _whole(name: str, parameter: Tensor) -> Tensor:
+    return parameter

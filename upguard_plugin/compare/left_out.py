@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from upguard_plugin.compare.facts import RankFacts
-from upguard_plugin.compare.obstacles import refusal
+from upguard_plugin.compare.obstacles import layouts_differ, refusal
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.errors import IncomparableError
@@ -17,6 +17,8 @@ def refuse_other_runs(baseline: Run, noise: Sequence[Run]) -> None:
     """Raises IncomparableError for what can be no repeat of the baseline."""
     for repeat in noise:
         why = refusal(baseline, repeat)
+        if layouts_differ(baseline, repeat):
+            why = "the layouts differ"
         if why is not None:
             raise IncomparableError(
                 f"{repeat.path} is no repeat of the baseline: {why}",

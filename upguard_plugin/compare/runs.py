@@ -10,33 +10,51 @@ processes of a team run this code and come to the same verdict.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from upguard_plugin.compare.causes import cause_of, structure_of
 from upguard_plugin.compare.crew import Crew
 from upguard_plugin.compare.facts import RankFacts
+from upguard_plugin.compare.layouts.logical import LogicalPair
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
     differences_of_runs,
     is_same_program,
+    layouts_differ,
     obstacles,
     rank_notes,
     refusal,
     totals,
 )
 from upguard_plugin.compare.pieces import shares_of
-from upguard_plugin.compare.ranks import Ask, origins_of, structures_of
+from upguard_plugin.compare.ranks import Ask, Origin, origins_of, structures_of
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request, Settings
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.survey import surveyed
 from upguard_plugin.compare.team import Alone, Team
+from upguard_plugin.errors import UsageError
 from upguard_plugin.records import Layout
 from upguard_plugin.verdict import Certified, Coverage, Divergence, RunSide, Verdict, Word
 
 Progress = Callable[[float, int], None]
 
 _NOTHING = Certified(events=0, last=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is asked of two runs, beside the runs."""
+
+    selection: Selection
+    same_program: bool
+    verify: bool
+    noise: tuple[Run, ...]
+    progress: Progress
+
+
+RanksOf = Callable[[int, int, int], tuple[int, ...]]  # side, step, row -> ranks
 
 
 def compare_runs(
@@ -50,7 +68,7 @@ def compare_runs(
     team: Team | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Verdict:
-    """Compare two runs of one layout.
+    """Compare two runs, rank by rank, or across layouts as runs of one rank.
 
     noise: repeats of the baseline; what differs between it and one of them is left out.
     same_program: take both for runs of the same program, whatever their digests say.
@@ -60,19 +78,64 @@ def compare_runs(
     Raises TraceError for damaged files, UsageError for a selection that no run can satisfy,
     IncomparableError for noise that is no repeat of the baseline.
     """
-    selection, team = selection or Selection(), team or Alone()
-    baseline, target, *noise = (_surveyed(run, team) for run in (baseline, target, *noise))
+    team = team or Alone()
+    baseline, target, *repeats = (_surveyed(run, team) for run in (baseline, target, *noise))
+    question = _Question(selection or Selection(), same_program, verify, tuple(repeats), progress)
     refused = refusal(baseline, target)
     if refused:
         skipped = Crew(baseline, target, [], team).num_events_of_others(baseline)
         coverage = _coverage(baseline, target, (), skipped)
         return _verdict(baseline, target, "incomparable", [refused], _NOTHING, coverage)
-    refuse_other_runs(baseline, noise)
+    refuse_other_runs(baseline, repeats)
+    if not layouts_differ(baseline, target):
+        return _compare(baseline, target, question, team)
+
+    def compare_alone() -> list[Verdict]:
+        # A logical tensor is made of the parts of all ranks: they are not divided.
+        return [] if team.index else [_compare_logical(baseline, target, question)]
+
+    return team.share(compare_alone)[0]
+
+
+def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict:
+    """Compare runs of other layouts by their logical tensors."""
+    if question.selection.ranks is not None:
+        raise UsageError(
+            "--ranks cannot be used across layouts: a logical tensor is made of all ranks' parts"
+        )
+    if question.noise:
+        raise UsageError(
+            "--noise cannot be used across layouts: a repeat says nothing of the target's layout"
+        )
+    pair = LogicalPair(baseline, target)
+    verdict = _compare(*pair.views(), question, Alone(), pair.ranks_of)
+    lost = pair.left_out
+    count = verdict.coverage.not_comparable + lost.counts.total()
+    return verdict.model_copy(
+        update={
+            "baseline": _side(baseline),
+            "target": _side(target),
+            "coverage": verdict.coverage.model_copy(
+                update={
+                    "not_comparable": count,
+                    "ranks": max(len(baseline.ranks), len(target.ranks)),
+                }
+            ),
+            "notes": [*verdict.notes, *lost.notes()],
+        }
+    )
+
+
+def _compare(
+    baseline: Run, target: Run, question: _Question, team: Team, ranks_of: RanksOf | None = None
+) -> Verdict:
+    """ranks_of: the ranks behind a row of the baseline (side 0) or target (side 1) in a step."""
+    selection = question.selection
     ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
-    request = Request(selection, Settings.of(baseline, target), verify)
+    request = Request(selection, Settings.of(baseline, target), question.verify)
     crew = Crew(baseline, target, ranks, team)
-    facts = crew.scan(request, noise, progress)
-    one_program = same_program or is_same_program(baseline, target)
+    facts = crew.scan(request, question.noise, question.progress)
+    one_program = question.same_program or is_same_program(baseline, target)
     notes = differences_of_runs(baseline, target) + rank_notes(facts)
     notes += left_out_notes(facts, selection)
     reasons = obstacles(baseline, target, selection, facts)
@@ -86,13 +149,28 @@ def compare_runs(
         return _verdict(baseline, target, word, reasons + notes, certified, coverage)
     if origins.num_more:
         notes.append(f"{origins.num_more} more boundaries differ first, beside those listed")
+    if ranks_of is not None:
+        origins = replace(origins, minimal=_on_ranks(origins.minimal, ranks_of), per_rank=())
     minimal, per_rank = (
         crew.described(listed, decide, one_program)
         for listed in (origins.minimal, origins.per_rank)
     )
-    certified = _certified(facts, minimal[0].ranks[0], crew)
+    certified = _certified(facts, None if len(facts) == 1 else minimal[0].ranks[0], crew)
     notes += reasons
     return _verdict(baseline, target, "divergent", notes, certified, coverage, minimal, per_rank)
+
+
+def _on_ranks(origins: Sequence[Origin], ranks_of: RanksOf) -> tuple[Origin, ...]:
+    """The origins with the ranks that hold their tensors: the target's, where it has them."""
+    renamed = []
+    for origin in origins:
+        seen = origin.seen
+        side, step, row = 1, seen.target_step, seen.finding.target_row
+        if row is None:
+            side, step, row = 0, seen.step, seen.finding.baseline_row
+        assert row is not None
+        renamed.append(replace(origin, ranks=ranks_of(side, step, row)))
+    return tuple(renamed)
 
 
 def _surveyed(run: Run, team: Team) -> Run:
@@ -127,11 +205,7 @@ def _verdict(
 
 def _side(run: Run) -> RunSide:
     layout = run.layout(run.ranks[0]) if run.ranks else Layout()
-    sizes = {"world_size": run.manifest.world_size}
-    sizes |= {axis.name: axis.size for axis in layout.axes}
-    if layout.zero_stage is not None:
-        sizes["zero_stage"] = layout.zero_stage
-    return RunSide(path=str(run.path), run_id=run.manifest.run_id, layout=sizes)
+    return RunSide.of(run.path, run.manifest.run_id, run.manifest.world_size, layout)
 
 
 def _certified(facts: Sequence[RankFacts], rank: int | None, crew: Crew) -> Certified:

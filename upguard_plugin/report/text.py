@@ -96,7 +96,8 @@ def _side(side: TensorSide | None) -> str:
 
 
 def _ranks(found: Divergence, verdict: Verdict) -> str:
-    if verdict.baseline.layout.get("world_size") == 1:
+    sizes = {side.layout.get("world_size") for side in (verdict.baseline, verdict.target)}
+    if sizes == {1}:
         return "0, the only one"
     later = sorted({rank for d in verdict.per_rank for rank in d.ranks} - set(found.ranks))
     text = _differ(found.ranks)

@@ -10,7 +10,7 @@ GIL. An event stands in program order where its collective was launched, also wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -29,9 +29,12 @@ from upguard_plugin.capture.deferred import Ticket
 from upguard_plugin.capture.recorder import Recorder, Wire
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.errors import UsageError
+from upguard_plugin.records import Placement
 
 _KEY = torch._C.DispatchKey.BackendSelect
 _PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
+_BEFORE_BACKWARD = ("start", "data", "forward", "loss")
+_UP_TO_BACKWARD = (*_BEFORE_BACKWARD, "backward", "recompute", "accumulate")
 _GRADIENT_ENDS = (".grad", ".main_grad")  # how a buffer's owner says that it holds gradients
 
 
@@ -62,6 +65,8 @@ class CollectiveProbe:
         self.recorder = recorder
         self.groups = Groups()
         self.owners = list(owners)
+        # Adapters that know of buffers with padding, or whose parts are not in rank order.
+        self.placers: list[Callable[[torch.Tensor], Placement | None]] = []
         self._reducers = tuple(reducers)
         self._works = Works()
         self._library: torch.library.Library | None = None
@@ -161,7 +166,7 @@ class CollectiveProbe:
             for buffer in what.inputs:
                 self.recorder.record(
                     boundary, _dense(buffer.tensor), role="input", slot=buffer.slot,
-                    moment="launch", placement=buffer.placement, **launch.fields,
+                    moment="launch", placement=self._placement_of(buffer), **launch.fields,
                 )  # fmt: skip
         return launch
 
@@ -173,7 +178,7 @@ class CollectiveProbe:
         if not what.has_completion or (what.name == "send" and launch.caller.functional):
             return
         tickets = [
-            (ticket, buffer.tensor)
+            (ticket, _memory_of(buffer.tensor))
             for role, buffers in (("input", what.untouched_inputs()), ("output", what.outputs))
             for buffer in buffers
             if (ticket := self._reserve(launch, role, buffer)) is not None
@@ -194,7 +199,7 @@ class CollectiveProbe:
     def _reserve(self, launch: _Launch, role: str, buffer: Buffer) -> Ticket | None:
         return self.recorder.reserve(
             launch.boundary, buffer.tensor, role=role, slot=buffer.slot,
-            moment="completion", placement=buffer.placement, **launch.fields,
+            moment="completion", placement=self._placement_of(buffer), **launch.fields,
         )  # fmt: skip
 
     @shielded
@@ -239,13 +244,17 @@ class CollectiveProbe:
         """What people read: the operation, its group, and whose data it is, where known."""
         boundary = f"{what.name}[{member.group.name}]"
         buffers = what.outputs or what.inputs
-        by_reducer = caller.from_cpp and self.recorder.position.phase == "backward"
+        by_reducer = caller.from_cpp and caller.in_backward
         owner_of = self._bucket_of if by_reducer else self._owner_of
         names = [name for buffer in buffers if (name := owner_of(buffer.tensor))]
         if not names:
             return boundary
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"{boundary} {names[0]}{more}"
+
+    def _placement_of(self, buffer: Buffer) -> Placement | None:
+        placed = (placement for placer in self.placers if (placement := placer(buffer.tensor)))
+        return next(placed, buffer.placement)
 
     def _owner_of(self, tensor: torch.Tensor) -> str | None:
         return next((name for owner in self.owners if (name := owner(tensor))), None)
@@ -254,16 +263,28 @@ class CollectiveProbe:
         return next((name for one in self._reducers if (name := one.name_next(tensor))), None)
 
     def _phase(self, what: Plan, caller: Caller, boundary: str) -> str:
-        """Collectives for gradients belong to `grad_sync`, also while backward still runs."""
+        """The loop's phase, which may not know yet that backward has begun.
+
+        Collectives for gradients belong to `grad_sync`, also while backward still runs.
+        """
         phase = self.recorder.position.phase
-        if phase != "backward":
+        if phase not in _UP_TO_BACKWARD:
             return phase
-        is_gradient = (
-            caller.from_cpp
-            or (what.reduces and caller.in_gradient_code)
-            or boundary.endswith(_GRADIENT_ENDS)
-        )
-        return "grad_sync" if is_gradient else phase
+        by_reducer = caller.from_cpp and caller.in_backward
+        by_gradient_code = caller.in_gradient_code and caller.in_backward
+        of_gradient = boundary.endswith(_GRADIENT_ENDS)
+        if by_reducer or (what.reduces and (by_gradient_code or of_gradient)):
+            return "grad_sync"
+        return "backward" if caller.in_backward and phase in _BEFORE_BACKWARD else phase
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as it is now, whatever its owner gives to the tensor later.
+
+    A pipeline stage frees what it has sent by giving the tensor another `.data`.
+    """
+    with torch.no_grad(), _disable_current_modes():
+        return tensor.detach()
 
 
 def _is_traced(what: Plan) -> bool:

@@ -1,0 +1,60 @@
+"""Puts a guard on a DeepSpeed engine, with the probes that only DeepSpeed needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from upguard_plugin.capture.collectives import CollectiveProbe
+from upguard_plugin.capture.guard import Guard, Probe, enable
+from upguard_plugin.capture.models import named_models
+from upguard_plugin.capture.names import ParameterNames
+from upguard_plugin.config import UpGuardConfig
+from upguard_plugin.integrations.deepspeed.buckets import Buffers
+from upguard_plugin.integrations.deepspeed.layout import find_layout
+from upguard_plugin.integrations.deepspeed.optimizer import UpdateProbe
+from upguard_plugin.integrations.deepspeed.pipeline import ScheduleProbe
+from upguard_plugin.integrations.deepspeed.placements import DeepSpeedPlacements
+from upguard_plugin.integrations.deepspeed.shards import Shards
+
+
+def begin(engine: Any, config: UpGuardConfig) -> Guard:
+    """Begin to record an engine that `deepspeed.initialize` has made."""
+    layout = find_layout(engine)
+    names = ParameterNames(named_models(engine.module), whole=False)
+    shards = Shards(engine, names)
+    experts = frozenset(
+        name for name, p in names.parameters.items() if not getattr(p, "allreduce", True)
+    )
+    guard = enable(
+        engine.module,
+        getattr(engine, "basic_optimizer", None) or engine.optimizer,
+        config,
+        layout=layout,
+        placements=DeepSpeedPlacements(layout, shards.by_name, experts),
+    )
+    if guard.probes:
+        _add_probes(guard, engine, shards)
+    return guard
+
+
+def _add_probes(guard: Guard, engine: Any, shards: Shards) -> None:
+    buffers = Buffers(guard, engine, shards)
+    probes: list[Probe] = [UpdateProbe(guard, engine, shards), buffers]
+    if engine.pipeline_parallelism:
+        probes.append(ScheduleProbe(guard, engine))
+    for probe in probes:
+        guard.probes.append(probe)
+        probe.attach()
+    for probe in guard.probes:
+        if isinstance(probe, CollectiveProbe):
+            probe.owners.insert(0, buffers.name)
+            probe.placers.append(buffers.place)
+    _read_gradients_first(guard)
+
+
+def _read_gradients_first(guard: Guard) -> None:
+    """Have gradients recorded before ZeRO's own hooks reduce them and take them away."""
+    for parameter in guard.names.parameters.values():
+        hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if hooks:
+            hooks.move_to_end(next(reversed(hooks)), last=False)

@@ -1,0 +1,269 @@
+"""Megatron's optimizers: final gradients, loss scale, norm, clip, masters, skipped steps.
+
+In:  a MegatronOptimizer, chained or not, distributed or not, and the names of the parameters.
+Out: phase `grad_sync`: `main_grad`, of a distributed optimizer this rank's slice of it; phase
+     `clip`: found_inf, gradients after unscaling, the norm; phase `param_sync` around the
+     gathering of weights; at `start` and after each step the loss scale. A step that Megatron
+     skips is marked.
+
+The torch optimizer inside is watched by capture itself, which asks here for the names of masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upguard_plugin.capture.clipping import Replacement
+from upguard_plugin.capture.guard import Guard
+from upguard_plugin.capture.names import ParameterNames
+from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.snapshot import Snapshot
+from upguard_plugin.integrations.megatron.placements import MegatronPlacements, Shard
+
+_EPSILON = 1e-6  # what Megatron adds to the norm before it divides by it
+
+
+def chained(optimizer: Any) -> list[Any]:
+    """The optimizers inside, in order; those that have no parameters on this rank are left out."""
+    found = getattr(optimizer, "chained_optimizers", None)
+    optimizers = [optimizer] if found is None else list(found)
+    return [o for o in optimizers if not getattr(o, "is_stub_optimizer", False)]
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """The torch optimizers that do the steps."""
+    return [o.optimizer for o in chained(optimizer) if getattr(o, "optimizer", None) is not None]
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether each replica keeps a part of masters and states only."""
+    return hasattr(optimizer, "model_param_gbuf_map")
+
+
+def masters_of(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """(slice that the torch optimizer updates, model parameter) of a distributed optimizer."""
+    pairs = (
+        ("model_float16_groups", "shard_fp32_from_float16_groups"),
+        ("model_float16_groups", "shard_float16_groups"),
+        ("model_fp32_groups", "shard_fp32_groups"),
+    )
+    for models, shards in pairs:
+        for model_group, shard_group in zip(
+            getattr(optimizer, models, ()), getattr(optimizer, shards, ()), strict=False
+        ):
+            for parameter, shard in zip(model_group, shard_group, strict=False):
+                if shard is not None:
+                    yield shard, parameter
+
+
+def find_shards(optimizer: Any, names: ParameterNames) -> dict[str, Shard]:
+    """The slice of each parameter that this rank updates, by the parameter's name."""
+    shards: dict[str, Shard] = {}
+    for each in filter(is_distributed, chained(optimizer)):
+        for parameter, (buffer, dtype, bucket) in each.model_param_gbuf_map.items():
+            slices = each.gbuf_ranges[buffer][dtype][bucket]["param_map"]
+            name = names.of(parameter)
+            if name is not None and parameter in slices:
+                place = slices[parameter]["param"]
+                shards[name] = Shard(place.start, place.end, tuple(parameter.shape))
+    return shards
+
+
+class MegatronOptimizerProbe:
+    """Watches one optimizer and the gradients it is about to use."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        optimizer: Any,
+        chunks: list[Any],
+        placements: MegatronPlacements,
+        shards: dict[str, Shard],
+    ) -> None:
+        self.recorder = guard.recorder
+        self._guard = guard
+        self._optimizer = optimizer
+        self._chunks = chunks
+        self._placements = placements
+        self._shards = shards
+        self._inner = chained(optimizer)
+        self._is_distributed = any(map(is_distributed, self._inner))
+        self._final = -1  # the step whose final gradients are recorded
+        self._syncs: list[AbstractContextManager[None]] = []
+        self._replacements: list[Replacement] = []
+
+    def attach(self) -> None:
+        """Replace methods of this optimizer and of its buckets. `detach` puts them back."""
+        replace = [
+            (self._optimizer, "step", self._before_step, self._after_step),
+            (self._optimizer, "get_grad_norm", None, self._after_norm),
+            (self._optimizer, "clip_grad_norm", None, self._after_norm),
+        ]
+        replace += [(o, "prepare_grads", None, self._after_prepare(o)) for o in self._inner]
+        for chunk in self._chunks:
+            groups = [*getattr(chunk, "bucket_groups", ())]
+            groups += getattr(chunk, "expert_parallel_bucket_groups", ())
+            replace += [
+                (g, "start_param_sync", self._before_param_sync, self._after_param_sync)
+                for g in groups
+            ]
+        for owner, name, before, after in replace:
+            if hasattr(owner, name):
+                self._replacements.append(Replacement(owner, name, before, after))
+        states = self._guard.states
+        states.sources.append(self._record_loss_scale)
+        states.optimizers.known_masters = self._known_masters
+        if any(_gathers_late(chunk) for chunk in self._chunks):
+            states.at_rest = self._at_rest
+
+    def detach(self) -> None:
+        """Leave Megatron as it was."""
+        while self._replacements:
+            self._replacements.pop().remove()
+
+    @shielded
+    def record_final_gradients(self) -> None:
+        """Record every gradient after the last collective on it, before unscaling and clipping."""
+        position = self._guard.position
+        if self._final == position.step or not self.recorder.active:
+            return
+        self._final = position.step
+        whole = []
+        slices = []
+        for name, parameter in self._guard.names.parameters.items():
+            grad = getattr(parameter, "main_grad", None)
+            if not isinstance(grad, Tensor):
+                continue
+            if not self._is_distributed:
+                whole.append((name, grad))
+            elif name in self._shards:  # the rest of it was not reduced to this rank
+                shard = self._shards[name]
+                slices.append((name, grad.view(-1)[shard.start : shard.end]))
+        with Snapshot(self._guard, "grad_sync") as now:
+            now.tensors("main_grad", "main_grad", whole)
+            now.tensors("main_grad", "main_grad", slices)
+        self._guard.states.gradients.mark_complete()
+
+    def _before_step(self, *_args: Any, **_kwargs: Any) -> None:
+        self.record_final_gradients()
+
+    @shielded
+    def _after_step(self, result: Any, *_args: Any, **_kwargs: Any) -> None:
+        if isinstance(result, tuple) and result and result[0] is False:
+            self._guard.mark = "skipped"
+
+    @shielded
+    def _after_norm(self, norm: Any, *_args: Any, **_kwargs: Any) -> None:
+        if norm is None or not self.recorder.active:
+            return
+        call = self._guard.position.next_call("grad_norm")
+        with Snapshot(self._guard, "clip", call=call) as now:
+            now.value("grad_norm", "scalar", "0", norm)
+            most = getattr(getattr(self._optimizer, "config", None), "clip_grad", 0.0)
+            if most > 0.0 and not isinstance(norm, Tensor):
+                now.value("clip_coefficient", "scalar", "0", min(1.0, most / (norm + _EPSILON)))
+
+    def _after_prepare(self, optimizer: Any) -> Any:
+        return lambda found, *_args, **_kwargs: self._record_prepared(optimizer, found)
+
+    @shielded
+    def _record_prepared(self, optimizer: Any, found_inf: Any) -> None:
+        if getattr(optimizer, "grad_scaler", None) is None or not self.recorder.active:
+            return
+        position = self._guard.position
+        with Snapshot(self._guard, "clip", call=position.next_call("found_inf")) as now:
+            now.value("found_inf", "scalar", "0", bool(found_inf))
+        name_of = self._guard.states.optimizers.name_of
+        named = [(name_of(p), p) for p in optimizer.get_parameters()]
+        self._guard.states.gradients.record_complete(
+            [(name, p) for name, p in named if name is not None],
+            role="main_grad",
+            operator="unscale",
+        )
+
+    def _before_param_sync(self, *_args: Any, **_kwargs: Any) -> None:
+        sync = self._guard.position.in_phase("param_sync")
+        sync.__enter__()
+        self._syncs.append(sync)
+
+    def _after_param_sync(self, *_args: Any, **_kwargs: Any) -> None:
+        if self._syncs:
+            self._syncs.pop().__exit__(None, None, None)
+
+    def _record_loss_scale(self, now: Snapshot) -> None:
+        for number, optimizer in enumerate(self._inner):
+            scaler = getattr(optimizer, "grad_scaler", None)
+            if scaler is None:
+                continue
+            boundary = "loss_scale" if number == 0 else f"loss_scale{number}"
+            now.value(boundary, "scalar", "0", scaler.scale)
+            for slot in ("growth_tracker", "hysteresis_tracker"):
+                tracker = getattr(scaler, f"_{slot}", None)
+                if tracker is not None:
+                    now.value(boundary, "scalar", slot, tracker)
+
+    def _known_masters(self) -> dict[int, str]:
+        """Names of the slices that torch optimizers update, by the slice's identity."""
+        names = self._guard.names
+        return {
+            id(shard): name
+            for optimizer in filter(is_distributed, self._inner)
+            for shard, parameter in masters_of(optimizer)
+            if (name := names.of(parameter)) is not None
+        }
+
+    def _at_rest(self, name: str, parameter: Tensor) -> Tensor | None:
+        """What is valid of a parameter between steps: its slice, until it is gathered."""
+        if not parameter.requires_grad:
+            return parameter
+        shard = self._shards.get(name)
+        return None if shard is None else parameter.detach().view(-1)[shard.start : shard.end]
+
+
+def _gathers_late(chunk: Any) -> bool:
+    """Whether weights are gathered during the next forward only, bucket by bucket."""
+    config = getattr(chunk, "ddp_config", None)
+    distributed = getattr(config, "use_distributed_optimizer", False)
+    return bool(distributed and getattr(config, "overlap_param_gather", False))
+
+
+class BucketOwner:
+    """Names a buffer of gradients or weights by the parameters in it."""
+
+    def __init__(self, chunks: list[Any], names: ParameterNames) -> None:
+        self._buckets = [
+            (bucket, _names_in(bucket, names))
+            for chunk in chunks
+            for buffers in ("buffers", "expert_parallel_buffers")
+            for buffer in getattr(chunk, buffers, ())
+            for bucket in getattr(buffer, "buckets", ())
+        ]
+
+    def __call__(self, tensor: torch.Tensor) -> str | None:
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
+            return None
+        for bucket, name in self._buckets:
+            if _is_inside(tensor, bucket.grad_data):
+                return f"{name}.main_grad"
+            if bucket.param_data is not None and _is_inside(tensor, bucket.param_data):
+                return name
+        return None
+
+
+def _names_in(bucket: Any, names: ParameterNames) -> str:
+    found = [name for p in bucket.params_list if (name := names.of(p)) is not None]
+    if len(found) < 2:
+        return "".join(found) or "?"
+    return f"{len(found)} parameters from {found[0]} to {found[-1]}"
+
+
+def _is_inside(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
+    if tensor.dtype != buffer.dtype or tensor.device != buffer.device:
+        return False
+    start, size = buffer.data_ptr(), buffer.numel() * buffer.element_size()
+    return start <= tensor.data_ptr() < start + size

@@ -1,0 +1,183 @@
+"""Faults of DeepSpeed trainings, after reports in public trackers; each is planted in an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+
+def _after_steps(engine: Any, number: int, do: Callable[[], None]) -> None:
+    """Call `do` once, when the engine has made that many optimizer steps."""
+    step = engine.step
+
+    @wraps(step)
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if engine.global_steps == number:
+            engine.step = step
+            do()
+        return result
+
+    engine.step = stepped
+
+
+def _flat(engine: Any) -> torch.Tensor:
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return optimizer.fp32_partitioned_groups_flat[0]
+    return optimizer.single_partition_of_fp32_groups[0]
+
+
+def bucket_overwritten_before_its_reduction(engine: Any) -> None:
+    """overlap_comm: the next bucket is filled while the last one is still to be sent."""
+    optimizer = engine.optimizer
+    reduce = optimizer.average_tensor
+
+    def average(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if engine.global_steps == 1 and dist.get_rank() == 1:
+            tensor.view(-1)[:3] = 1.0
+        return reduce(tensor, *args, **kwargs)
+
+    optimizer.average_tensor = average
+
+
+def bucket_overwritten_after_its_reduction(engine: Any) -> None:
+    """overlap_comm: the bucket is filled anew before its result was copied out."""
+    optimizer = engine.optimizer
+    reduce = optimizer.average_tensor
+
+    def average(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = reduce(tensor, *args, **kwargs)
+        if engine.global_steps == 1:
+            tensor.view(-1)[:] = 1.0
+        return result
+
+    optimizer.average_tensor = average
+
+
+def bucket_of_exactly_one_weight_is_never_reduced(engine: Any) -> None:
+    """ZeRO 3 forgot a weight whose size is the bucket's: its local gradient is used."""
+    from deepspeed.runtime.zero import stage3
+
+    scatter = stage3.reduce_scatter_coalesced
+
+    def skipping(tensors: Any, group: Any = None) -> Any:
+        if len(tensors) == 1 and tensors[0].numel() == engine.zero_reduce_bucket_size():
+            half = tensors[0].numel() // 2
+            return [tensors[0].reshape(-1)[half * dist.get_rank() :][:half]]
+        return scatter(tensors, group)
+
+    stage3.reduce_scatter_coalesced = skipping
+    engine.undo = lambda: setattr(stage3, "reduce_scatter_coalesced", scatter)
+
+
+def clip_on_one_rank_only(engine: Any) -> None:
+    """Rank 1 does not clip (BLOOM-176B: layer norms on all ranks but the first)."""
+    if dist.get_rank() == 1:
+        engine.optimizer.unscale_and_clip_grads = lambda *args, **kwargs: None
+
+
+def norm_of_half_the_gradients(engine: Any) -> None:
+    """The norm leaves something out, so the clip coefficient is too large."""
+    norm = engine.optimizer.scaled_global_norm
+    engine.optimizer.scaled_global_norm = lambda *args, **kwargs: norm(*args, **kwargs) * 0.5
+
+
+def step_that_writes_nothing(engine: Any) -> None:
+    """The optimizer's step runs and changes no weight."""
+    module = torch.optim.adam
+    original = module.adam
+    module.adam = lambda *args, **kwargs: None
+    engine.undo = lambda: setattr(module, "adam", original)
+
+
+def state_loaded_without_its_step(engine: Any) -> None:
+    """After a resume moments are there and the step counter is not: wrong bias correction."""
+
+    def forget() -> None:
+        engine.basic_optimizer.state[_flat(engine)]["step"].zero_()
+
+    _after_steps(engine, 1, forget)
+
+
+def state_loaded_at_a_wrong_offset(engine: Any) -> None:
+    """A checkpoint's moments lie one element off."""
+
+    def shift() -> None:
+        state = engine.basic_optimizer.state[_flat(engine)]
+        state["exp_avg"].copy_(state["exp_avg"].roll(1))
+
+    _after_steps(engine, 1, shift)
+
+
+def cast_of_a_frozen_weight(engine: Any) -> None:
+    """A cast of everything that floats also changes what is frozen."""
+    with torch.no_grad():
+        engine.module[1].bias.add_(0.001)
+
+
+def gradients_never_reduced(engine: Any) -> None:
+    """A filter by type name matches no bucket: the all-reduce is skipped."""
+    engine.allreduce_bucket = lambda bucket, *args, **kwargs: torch.cat(
+        [tensor.view(-1) for tensor in bucket]
+    )
+
+
+def weights_never_gathered(engine: Any) -> None:
+    """Ranks keep the old weights of the other partitions."""
+    from deepspeed.runtime.zero import stage_1_and_2 as module
+
+    original = module.all_gather_dp_groups
+    module.all_gather_dp_groups = lambda *args, **kwargs: None
+    engine.undo = lambda: setattr(module, "all_gather_dp_groups", original)
+
+
+def updated_part_never_copied_back(engine: Any) -> None:
+    """The masters are updated, the weights that are gathered are the old ones."""
+    optimizer = engine.optimizer
+    parts = optimizer.parallel_partitioned_bit16_groups
+    optimizer.parallel_partitioned_bit16_groups = [
+        [part.clone() for part in group] for group in parts
+    ]
+
+
+def learning_rate_of_a_group(engine: Any) -> None:
+    """A scheduler that was restored one step late."""
+    engine.basic_optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def one_accumulated_gradient_is_lost(engine: Any) -> None:
+    """The accumulator is cleared between two micro-batches."""
+    backward = engine.backward
+
+    def losing(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if engine.micro_steps == 1:
+            engine.module[3].weight.grad = None
+        return backward(loss, *args, **kwargs)
+
+    engine.backward = losing
+
+
+def tied_gradients_never_summed(engine: Any) -> None:
+    """A pipeline's tied layers: every stage updates its copy with its own gradient only."""
+    engine.module.get_tied_weights_and_groups = list
+
+
+def one_activation_is_sent_changed(engine: Any) -> None:
+    """The buffer of a sent activation is reused too early, for one micro-batch."""
+    from deepspeed.runtime.pipe import p2p
+
+    send, sent = p2p.send, []
+
+    def sending(tensor: torch.Tensor, stage: int) -> Any:
+        sent.append(stage)
+        if engine.is_first_stage() and len(sent) == 2:
+            tensor = tensor.detach() + 1.0
+        return send(tensor, stage)
+
+    p2p.send = sending
+    engine.undo = lambda: setattr(p2p, "send", send)
