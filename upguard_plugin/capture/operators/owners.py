@@ -39,7 +39,7 @@ class Owners:
     def forget(self) -> None:
         """To be called when the step ends."""
         self._by_address = None
-        self._last = ""
+        self._last: str = ""
 
     def _addresses(self) -> Iterable[tuple[int, str]]:
         for name, parameter in self._names.parameters.items():
