@@ -91,9 +91,9 @@ def _add_probes(
     for probe in (optimizers, schedule, clocks):
         guard.probes.append(probe)
         probe.attach()
-    for probe in guard.probes:
-        if isinstance(probe, CollectiveProbe):
-            probe.owners.append(BucketOwner(chunks, guard.names))
+    for collectives in guard.probes:
+        if isinstance(collectives, CollectiveProbe):
+            collectives.owners.append(BucketOwner(chunks, guard.names))
     tracker = tensor_parallel.get_cuda_rng_tracker()
     for name in tracker.get_states():
         guard.states.generators[f"megatron.{name}"] = partial(_tracked_state, name)

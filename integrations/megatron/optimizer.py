@@ -24,7 +24,6 @@ from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
 from upguard_plugin.integrations.megatron.placements import MegatronPlacements, Shard
-from upguard_plugin.trace.batch import NONE
 
 _EPSILON = 1e-6  # what Megatron adds to the norm before it divides by it
 
@@ -95,7 +94,7 @@ class MegatronOptimizerProbe:
         self._inner = chained(optimizer)
         self._is_distributed = any(map(is_distributed, self._inner))
         self._final = -1  # the step whose final gradients are recorded
-        self._syncs: list[AbstractContextManager[None]] = []
+        self._places: list[AbstractContextManager[None]] = []  # of calls that have begun
         self._replacements: list[Replacement] = []
 
     def attach(self) -> None:
@@ -153,11 +152,12 @@ class MegatronOptimizerProbe:
     def _before_step(self, *_args: Any, **_kwargs: Any) -> None:
         self.record_final_gradients()
         # What comes now, until the torch optimizer steps, is unscaling, norm and clipping.
-        self._guard.microbatch(NONE)
-        self._guard.position.phase = "clip"
+        self._enter(self._guard.position.outside_microbatches("clip"))
 
     @shielded
     def _after_step(self, result: Any, *_args: Any, **_kwargs: Any) -> None:
+        self._leave()
+        self._guard.position.phase = "optimizer"  # until the step ends
         if isinstance(result, tuple) and result and result[0] is False:
             self._guard.mark = "skipped"
 
@@ -191,13 +191,18 @@ class MegatronOptimizerProbe:
         )
 
     def _before_param_sync(self, *_args: Any, **_kwargs: Any) -> None:
-        sync = self._guard.position.in_phase("param_sync")
-        sync.__enter__()
-        self._syncs.append(sync)
+        self._enter(self._guard.position.in_phase("param_sync"))
 
     def _after_param_sync(self, *_args: Any, **_kwargs: Any) -> None:
-        if self._syncs:
-            self._syncs.pop().__exit__(None, None, None)
+        self._leave()
+
+    def _enter(self, place: AbstractContextManager[None]) -> None:
+        place.__enter__()
+        self._places.append(place)
+
+    def _leave(self) -> None:
+        if self._places:
+            self._places.pop().__exit__(None, None, None)
 
     def _record_loss_scale(self, now: Snapshot) -> None:
         for number, optimizer in enumerate(self._inner):
