@@ -10,7 +10,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config
 
-from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.guard import Guard, enable
 from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.names import ParameterNames
@@ -91,9 +90,8 @@ def _add_probes(
     for probe in (optimizers, schedule, clocks):
         guard.probes.append(probe)
         probe.attach()
-    for collectives in guard.probes:
-        if isinstance(collectives, CollectiveProbe):
-            collectives.owners.append(BucketOwner(chunks, guard.names))
+    if guard.collectives is not None:
+        guard.collectives.owners.append(BucketOwner(chunks, guard.names))
     tracker = tensor_parallel.get_cuda_rng_tracker()
     for name in tracker.get_states():
         guard.states.generators[f"megatron.{name}"] = partial(_tracked_state, name)
