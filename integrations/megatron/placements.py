@@ -69,11 +69,6 @@ class MegatronPlacements(Placements):
         """The axes over which a parameter's gradient is a partial sum while it is accumulated."""
         return ("dp", "cp", "edp", *self._partial.get(boundary, ()))
 
-    def of_shard(self, boundary: str) -> Placement | None:
-        """The placement of this rank's slice of a parameter."""
-        shard = self._shards[boundary]
-        return self.of(boundary, "master", "master", torch.Size([shard.size]))
-
     def _find(self, boundary: str, role: str, slot: str, shape: torch.Size) -> Placement | None:
         given = self._user._find(boundary, role, slot, shape)
         if given is not None:

@@ -214,6 +214,11 @@ def router_noise(trainer: Trainer) -> Undo:
     return _nothing
 
 
+def router_unmarked(trainer: Trainer) -> Undo:
+    """The gradient of one router is not summed over tensor-parallel ranks."""
+    return _set(_last_layer(trainer).mlp.router.weight, "sequence_parallel", False)
+
+
 def schedule_skips(trainer: Trainer) -> Undo:
     """The optimizer believes it has seen an overflow, and skips the step."""
     optimizer = _inner(trainer)
