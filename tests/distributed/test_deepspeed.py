@@ -271,7 +271,7 @@ def test_a_pipeline_is_recorded_by_microbatch_receives_and_sends_too(two_ranks, 
         ),
         (
             faults.one_activation_is_sent_changed,
-            "0 1 forward send input collective 0",
+            "0 1 forward send input forward 0",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
