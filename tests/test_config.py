@@ -242,6 +242,13 @@ def test_roles_select():
     assert UpGuardConfig().selected_role("param")
 
 
+def test_phases_are_words_of_the_trace():
+    assert UpGuardConfig(phases="forward,backward").phases == ("forward", "backward")
+    with pytest.raises(ConfigError, match="unknown phase 'foward' in phases") as raised:
+        UpGuardConfig(phases=["foward"])
+    assert raised.value.evidence == {"nearest": "forward"}
+
+
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), min_size=1, max_size=5))
 def test_ranges_hold_exactly_their_numbers(pairs):
     config = UpGuardConfig(ranks=",".join(f"{first}-{first + more}" for first, more in pairs))

@@ -17,6 +17,7 @@ FOLDERS = {
 }
 # Files that are a part of another name. What is not listed is a part of its own first name.
 PART_OF = {
+    "check_report": "records",
     "errors": "records",
     "verdict": "records",
     "placement": "records",

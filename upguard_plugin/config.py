@@ -51,6 +51,7 @@ class UpGuardConfig:
     ranks: str | None = _setting(None, values.RANGES, "global ranks to record; none: all")
     modules: tuple[str, ...] = _setting((), values.GLOBS, "modules to record, `!` excludes")
     roles: tuple[str, ...] = _setting((), values.ROLES, "roles to record; none: all")
+    phases: tuple[str, ...] = _setting((), values.PHASES, "phases to record; none: all")
     program: str = _setting("", values.TEXT, "text that tells variants of a program apart")
     sketch: bool = _setting(False, values.BOOL, "also sketch tensors, to estimate distances")
     dump: Dump | None = _setting(None, values.DUMP, "whole tensors to keep")  # noqa: RUF009 (frozen)

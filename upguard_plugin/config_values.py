@@ -189,6 +189,14 @@ def _parse_roles(value: object) -> tuple[str, ...]:
     return roles
 
 
+def _parse_phases(value: object) -> tuple[str, ...]:
+    phases = _words_in(value) if value != "" else ()
+    for phase in phases:
+        if phase not in records.PHASES:
+            raise unknown(f"unknown phase {phase!r} in phases", phase, records.PHASES)
+    return phases
+
+
 def _one_of(words: Sequence[str]) -> Kind:
     def parse(value: object) -> str:
         if value not in words:
@@ -235,6 +243,7 @@ RANGES = Kind(_parse_ranges, 'numbers and ranges such as "4-6,10"')
 POSITIVE = Kind(_parse_positive, "a whole number of at least 1", int)
 GLOBS = Kind(_parse_globs, 'globs such as "blocks.*,!*.dropout", or a list of them')
 ROLES = Kind(_parse_roles, 'roles such as "output,grad", or a list of them')
+PHASES = Kind(_parse_phases, 'phases such as "forward,backward", or a list of them')
 TEXT = Kind(_parse_text, "text")
 DUMP = Kind(_parse_dump, '{"boundary": GLOB, "steps": "4-6"}', json.loads)
 EVERY = Kind(_parse_every, "true, false, or a number of steps", _decode_every)

@@ -11,11 +11,13 @@ other. Loading pydantic takes 0.15 s, so nothing imports this file before a verd
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from upguard_plugin.errors import EXIT_DIVERGENT, EXIT_IDENTICAL, EXIT_INCOMPARABLE
+from upguard_plugin.records import Layout
 
 Word = Literal["identical", "divergent", "incomparable"]
 Kind = Literal[
@@ -37,19 +39,29 @@ EXIT_CODES: dict[Word, int] = {
 }
 
 
-class _Model(BaseModel):
+class Model(BaseModel):
+    """What all parts of a report have in common."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class RunSide(_Model):
-    """One of the two runs."""
+class RunSide(Model):
+    """A run that a report is about."""
 
     path: str
     run_id: str
     layout: dict[str, int] = Field(description="sizes of the parallel axes, world_size first")
 
+    @classmethod
+    def of(cls, path: Path, run_id: str, world_size: int, layout: Layout) -> RunSide:
+        """layout: of one of its ranks."""
+        sizes = {"world_size": world_size} | {axis.name: axis.size for axis in layout.axes}
+        if layout.zero_stage is not None:
+            sizes["zero_stage"] = layout.zero_stage
+        return cls(path=str(path), run_id=run_id, layout=sizes)
 
-class TensorSide(_Model):
+
+class TensorSide(Model):
     """A tensor as one run saw it."""
 
     dtype: str
@@ -58,7 +70,7 @@ class TensorSide(_Model):
     value: float | None = Field(default=None, description="of a scalar, where it was kept")
 
 
-class EventRef(_Model):
+class EventRef(Model):
     """Names one event, by which it is found in the trace."""
 
     step: int
@@ -72,7 +84,7 @@ class EventRef(_Model):
     call: int
 
 
-class GroupRef(_Model):
+class GroupRef(Model):
     """The process group of a collective. Its identity is its rank list."""
 
     name: str
@@ -80,7 +92,7 @@ class GroupRef(_Model):
     seq: int | None = Field(description="n-th collective of the group")
 
 
-class Distance(_Model):
+class Distance(Model):
     """How far apart the two tensors are, from their sketches."""
 
     relative_l2: float
@@ -88,14 +100,14 @@ class Distance(_Model):
     estimated: bool
 
 
-class SourceRef(_Model):
+class SourceRef(Model):
     """A line of the user's code."""
 
     file: str
     line: int
 
 
-class Divergence(_Model):
+class Divergence(Model):
     """A boundary where the runs differ although everything before it is equal."""
 
     step: int
@@ -120,7 +132,7 @@ class Divergence(_Model):
     explanation: str = Field(description="one sentence")
 
 
-class Tainted(_Model):
+class Tainted(Model):
     """The region in which sums were taken in another order. Set across layouts only."""
 
     origin: EventRef = Field(alias="from")
@@ -130,14 +142,14 @@ class Tainted(_Model):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
-class Certified(_Model):
+class Certified(Model):
     """Everything before the first divergence, all bit-equal."""
 
     events: int
     last: EventRef | None
 
 
-class Coverage(_Model):
+class Coverage(Model):
     """What was and was not compared, in events of all ranks.
 
     Behind a rank's first divergent step nothing is compared.
@@ -154,7 +166,7 @@ class Coverage(_Model):
     never_fired: int = Field(description="probes that never saw a tensor, as the runs noted them")
 
 
-class Verdict(_Model):
+class Verdict(Model):
     """The answer to `upguard compare BASELINE TARGET`."""
 
     schema_: Literal["upguard.verdict/1"] = Field(default="upguard.verdict/1", alias="schema")
@@ -180,7 +192,7 @@ class Verdict(_Model):
         return self.model_dump_json(by_alias=True, indent=2)
 
 
-class SeenEvent(_Model):
+class SeenEvent(Model):
     """One event as `upguard show` prints it."""
 
     step: int
@@ -203,6 +215,37 @@ class SeenEvent(_Model):
     group: GroupRef | None
     op: str | None
     source: SourceRef | None
+
+
+class Specials(Model):
+    """How many elements of a tensor are no ordinary number."""
+
+    nan: int
+    infinite: int
+    negative_zero: int
+
+
+class ElementDiff(Model):
+    """How two tensors of one dtype and shape differ, element by element."""
+
+    differing: int
+    total: int
+    pattern: str  # "one element", "row 3", "every 4th element from 1 to 61", ...
+    first: list[list[int]]  # the first places that differ
+    max_abs: float | None  # largest difference; None where no pair of finite numbers differs
+    max_rel: float | None  # the same by the larger magnitude of the two
+    ulps: dict[str, int]  # units of the last place ("1", "2", "3-4", ...) and how many
+    baseline: Specials
+    target: Specials
+
+
+class SeenDiff(Model):
+    """One event of both runs whose tensors were kept, as `upguard show --diff` prints it."""
+
+    event: SeenEvent  # the baseline's
+    target_fingerprint: str
+    target_form: str | None  # dtype and shape in the target, where they are others
+    elements: ElementDiff | None  # None where the forms differ
 
 
 def json_schema() -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config
 
 from upguard_plugin.capture.collectives import CollectiveProbe
@@ -24,6 +25,7 @@ from upguard_plugin.integrations.megatron.optimizer import (
     inner_optimizers,
     is_distributed,
 )
+from upguard_plugin.integrations.megatron.pauses import PauseProbe
 from upguard_plugin.integrations.megatron.placements import (
     MegatronPlacements,
     find_rules,
@@ -71,7 +73,11 @@ def begin(
     )
     if guard.probes:
         rules.misfit = guard.recorder.note
-        _add_probes(guard, chunks, optimizer, rules, shards)
+        try:
+            _add_probes(guard, chunks, optimizer, rules, shards)
+        except BaseException:
+            guard.close()
+            raise
     return guard
 
 
@@ -80,12 +86,14 @@ def _add_probes(
 ) -> None:
     optimizers = MegatronOptimizerProbe(guard, optimizer, chunks, rules, shards)
     schedule = ScheduleProbe(guard, schedules, optimizers.record_final_gradients)
-    for probe in (optimizers, schedule):
+    # Timers exchange what the clock said.
+    clocks = PauseProbe(guard, [(Timers, "get_all_timers_string"), (Timers, "write")])
+    for probe in (optimizers, schedule, clocks):
         guard.probes.append(probe)
         probe.attach()
     for probe in guard.probes:
         if isinstance(probe, CollectiveProbe):
-            probe.owners.insert(0, BucketOwner(chunks, guard.names))
+            probe.owners.append(BucketOwner(chunks, guard.names))
     tracker = tensor_parallel.get_cuda_rng_tracker()
     for name in tracker.get_states():
         guard.states.generators[f"megatron.{name}"] = partial(_tracked_state, name)

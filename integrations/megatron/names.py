@@ -1,9 +1,9 @@
 """Names in the whole model: layers and experts are counted over all ranks.
 
 In:  the model chunks of this rank, whose layers and experts count from 0 on every rank.
-Out: a function from such a name to the one that a run on one rank has. A chunk of a virtual pipeline
-     loses its number: "model1.decoder.layers.0.mlp" becomes "decoder.layers.4.mlp". The chunk
-     itself keeps it: "model1" is the second chunk of this rank.
+Out: a function from such a name to the one that a run on one rank has. A chunk of a virtual
+     pipeline loses its number: "model1.decoder.layers.0.mlp" becomes "decoder.layers.4.mlp". The
+     chunk itself keeps it: "model1" is the second chunk of this rank.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 In:  a MegatronOptimizer, chained or not, distributed or not, and the names of the parameters.
 Out: phase `grad_sync`: `main_grad`, of a distributed optimizer this rank's slice of it; phase
-     `clip`: found_inf, gradients after unscaling, the norm; phase `param_sync` around the gathering
-     of weights; at `start` and after each step the loss scale. A step that Megatron skips is marked.
+     `clip`: found_inf, gradients after unscaling, the norm; phase `param_sync` around the
+     gathering of weights; at `start` and after each step the loss scale. A step that Megatron
+     skips is marked.
 
 The torch optimizer inside is watched by capture itself, which asks here for the names of masters.
 """
@@ -23,6 +24,7 @@ from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
 from upguard_plugin.integrations.megatron.placements import MegatronPlacements, Shard
+from upguard_plugin.trace.batch import NONE
 
 _EPSILON = 1e-6  # what Megatron adds to the norm before it divides by it
 
@@ -150,6 +152,9 @@ class MegatronOptimizerProbe:
 
     def _before_step(self, *_args: Any, **_kwargs: Any) -> None:
         self.record_final_gradients()
+        # What comes now, until the torch optimizer steps, is unscaling, norm and clipping.
+        self._guard.microbatch(NONE)
+        self._guard.position.phase = "clip"
 
     @shielded
     def _after_step(self, result: Any, *_args: Any, **_kwargs: Any) -> None:

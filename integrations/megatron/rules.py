@@ -5,9 +5,9 @@ Out: placements of its parameters and of the tensors that enter and leave it, as
      of docs/placements.md. What no rule describes stays unknown; a user's own rules come first.
 
 Letters: s sequence, b batch, h i o hidden sizes, v vocabulary, n heads, d size of a head, f the
-half of a gated linear unit. `{S}` is the sequence between layers: split by context parallelism, and
-with sequence parallel by tp too. `{C}` is the sequence inside a tensor-parallel region. `{B}` is the
-batch: every data-parallel replica has its own samples.
+half of a gated linear unit. `{S}` is the sequence between layers: split by context parallelism,
+and with sequence parallel by tp too. `{C}` is the sequence inside a tensor-parallel region. `{B}`
+is the batch: every data-parallel replica has its own samples.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ class Activations:
 def _column_parallel(name: str, module: Any) -> Activations:
     sequence = "{S}" if getattr(module, "sequence_parallel", False) else "{C}"
     out = "o" if getattr(module, "gather_output", False) else "o[tp]"
-    return Activations(
-        {"input_": f"{sequence} {{B}} i", "x": f"{sequence} {{B}} i"}, (f"{{C}} {{B}} {out}",)
-    )
+    taken = f"{sequence} {{B}} i"
+    # The second part is the bias, where adding it is left to the caller.
+    return Activations({"input_": taken, "x": taken}, (f"{{C}} {{B}} {out}", "o[tp]"))
 
 
 def _row_parallel(name: str, module: Any) -> Activations:
     sequence = "{S}" if getattr(module, "sequence_parallel", False) else "{C}"
     i = "i[tp]" if getattr(module, "input_is_parallel", True) else "i"
-    return Activations(
-        {"input_": f"{{C}} {{B}} {i}", "x": f"{{C}} {{B}} {i}"}, (f"{sequence} {{B}} o",)
-    )
+    taken = f"{{C}} {{B}} {i}"
+    return Activations({"input_": taken, "x": taken}, (f"{sequence} {{B}} o", "o"))
 
 
 def _vocabulary_embedding(name: str, module: Any) -> Activations:
@@ -63,7 +62,7 @@ def _norm(name: str, module: Any) -> Activations:
 
 
 def _attention_core(name: str, module: Any) -> Activations:
-    heads = {name: "{C} {B} n[tp] d" for name in ("query", "key", "value")}
+    heads = dict.fromkeys(("query", "key", "value"), "{C} {B} n[tp] d")
     config = getattr(module, "config", None)
     if getattr(config, "num_query_groups", None) is not None:
         tp = getattr(config, "tensor_model_parallel_size", 1)
@@ -82,8 +81,16 @@ def _dropout(name: str, module: Any) -> Activations:
     return Activations()
 
 
+def _identity(name: str, module: Any) -> Activations:
+    """What stands where a model has no norm or no attention to another sequence."""
+    if name.endswith(("layernorm", "cross_attention")):
+        spec = _norm(name, module).outputs[0]
+        return Activations({"x": spec}, (spec,))
+    return Activations()
+
+
 def _hidden_to_hidden(name: str, module: Any) -> Activations:
-    return Activations({"hidden_states": HIDDEN}, (HIDDEN,))
+    return Activations({"hidden_states": HIDDEN}, (HIDDEN, "h"))  # the second part is a bias
 
 
 def _model(name: str, module: Any) -> Activations:
@@ -108,6 +115,7 @@ RULES: dict[str, Callable[[str, Any], Activations]] = {
     "TEDotProductAttention": _attention_core,
     "FusedScaleMaskSoftmax": _scores,
     "Dropout": _dropout,
+    "IdentityOp": _identity,
     "SelfAttention": _hidden_to_hidden,
     "MLP": _hidden_to_hidden,
     "MoELayer": _hidden_to_hidden,
@@ -141,9 +149,7 @@ def parameter_spec(name: str, parameter: Any, config: Any, vocabulary_size: int 
     if not getattr(parameter, "tensor_model_parallel", False):
         return f"*{mesh}"
     axis = "etp" if is_expert else "tp"
-    dims = (
-        ["o", "i"][: parameter.dim()] if parameter.dim() < 3 else list("oixyz")[: parameter.dim()]
-    )
+    dims = list("oixyz")[: parameter.dim()]
     split = parameter.partition_dim
     stride = getattr(parameter, "partition_stride", 1)
     if "linear_fc1" in name and getattr(config, "gated_linear_unit", False):

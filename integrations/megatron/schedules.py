@@ -22,6 +22,12 @@ from upguard_plugin.capture.guard import Guard
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.integrations.wraps import wrap
 
+SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+
 
 class ScheduleProbe:
     """Watches the steps that schedules are made of."""
@@ -36,15 +42,15 @@ class ScheduleProbe:
         self._on_final_gradients = on_final_gradients
         self._signature = inspect.signature(schedules.forward_step)
         self._microbatches = WeakTensorKeyDictionary()  # output of a forward step -> its number
+        self._trained = -1  # the step in which a schedule has begun to train
         self._finalizers: list[tuple[Any, Any, Any]] = []  # (config, original, ours)
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
-        """Replace the two functions. `detach` puts them back."""
-        self._undo = [
-            wrap(self._schedules, "forward_step", self._forward_step),
-            wrap(self._schedules, "backward_step", self._backward_step),
-        ]
+        """Replace the functions. `detach` puts them back."""
+        around = {name: self._schedule for name in SCHEDULES if hasattr(self._schedules, name)}
+        around |= {"forward_step": self._forward_step, "backward_step": self._backward_step}
+        self._undo = [wrap(self._schedules, name, each) for name, each in around.items()]
 
     def detach(self) -> None:
         """Leave Megatron as it was."""
@@ -54,6 +60,23 @@ class ScheduleProbe:
             config, original, ours = self._finalizers.pop()
             if config.finalize_model_grads_func is ours:
                 config.finalize_model_grads_func = original
+
+    def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._undo:
+            self._begin(bool(kwargs.get("forward_only")))
+        return original(*args, **kwargs)
+
+    @shielded
+    def _begin(self, forward_only: bool) -> None:
+        """Record the state that is found, before a stage receives what others computed."""
+        self._guard.begin_step_if_needed()
+        position = self._guard.position
+        position.phase = "eval" if forward_only else "forward"
+        if forward_only:
+            return
+        if self._trained == position.step:  # Megatron repeats a step to tell a fault from chance
+            self._guard.mark = "rerun"
+        self._trained = position.step
 
     def _forward_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         number = self._before_forward(args, kwargs) if self._undo else None

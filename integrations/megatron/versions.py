@@ -28,6 +28,7 @@ PLACES = {
         "get_expert_tensor_parallel_group",
         "get_expert_data_parallel_group",
     ),
+    "megatron.core.timers": ("Timers",),
     "megatron.core.tensor_parallel": ("get_cuda_rng_tracker",),
     "megatron.core.optimizer": ("MegatronOptimizer", "ChainedOptimizer", "DistributedOptimizer"),
 }

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 60  # of one call, unless said otherwise; a rank that takes longer hangs
+TIMEOUT_S = 180  # of one call, unless said otherwise; a rank that takes longer hangs
 
 
 class Ranks:
@@ -40,9 +40,13 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        self._usable = True
+        self.run(_is_ready)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What the function returned on each rank. Raises AssertionError where one failed."""
+        assert self._usable, "an earlier call failed: answers could be those of that call"
+        self._usable = False
         for pipe in self._pipes:
             pipe.send((function, args))
         results: dict[int, Any] = {}
@@ -55,6 +59,7 @@ class Ranks:
                 done, results[rank] = pipe.recv()
                 # The others may wait for this one for ever.
                 assert done, f"rank {rank} failed:\n{results[rank]}"
+        self._usable = True
         return [results[rank] for rank in range(len(self._pipes))]
 
     def close(self) -> None:
@@ -65,6 +70,10 @@ class Ranks:
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
+
+
+def _is_ready() -> bool:
+    return True
 
 
 def _serve(pipe: Connection, rank: int, num_ranks: int, store: str, timeout_s: int) -> None:

@@ -17,7 +17,7 @@ import upguard_plugin
 from upguard_plugin.trace.reader import open_trace
 
 STEPS = 3
-PAIRS = {"ddp": 10, "fsdp": 20}
+NUM_PAIRS = 20
 
 
 def _model(kind: str) -> nn.Module:
@@ -31,13 +31,16 @@ def _model(kind: str) -> nn.Module:
     return fully_shard(model)
 
 
-def train(kind: str, folder: str | None, level: str = "module") -> list[list[float]]:
+def train(
+    kind: str, folder: str | None, level: str = "module", layout: dict[str, int] | None = None
+) -> list[list[float]]:
     """The weights after a few steps; recorded if a folder is given."""
     model = _model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     guard = None
     if folder is not None:
-        guard = upguard_plugin.enable(model, optimizer, {"output_dir": folder, "level": level})
+        config = {"output_dir": folder, "level": level}
+        guard = upguard_plugin.enable(model, optimizer, config, layout=layout)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         model(torch.randn(8, 16, generator=generator)).square().mean().backward()
@@ -65,7 +68,7 @@ def _digests(run: Path) -> dict[int, list[bytes]]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_twin_runs_have_equal_digests(two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    num_runs = PAIRS[kind] + 1
+    num_runs = NUM_PAIRS + 1
     two_ranks.run(train_often, kind, str(tmp_path), num_runs)
     runs = [_digests(tmp_path / str(k)) for k in range(num_runs)]
     assert [len(steps) for steps in runs[0].values()] == [STEPS, STEPS]
@@ -81,15 +84,15 @@ def test_recording_does_not_change_the_weights(
     assert recorded == two_ranks.run(train, kind, None)
 
 
-def test_a_bucket_names_its_parameters(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(train, "ddp", str(tmp_path / "run"))
+def test_a_bucket_names_its_axis_and_its_parameters(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(train, "ddp", str(tmp_path / "run"), "stage", {"dp": 2})
     trace = open_trace(tmp_path / "run")
     for rank in (0, 1):
         batch = trace.read(rank, STEPS - 1)
         keys = [batch.key_of(i) for i in range(len(batch))]
         reduced = [k for k in keys if k.op == "all_reduce sum" and k.moment == "completion"]
         assert [(k.boundary, k.phase, k.shape) for k in reduced] == [
-            ("all_reduce[world] bucket 0 (3.bias, 3.weight)", "grad_sync", (132,)),
-            ("all_reduce[world] bucket 1 (2.bias, 2.weight)", "grad_sync", (1056,)),
-            ("all_reduce[world] bucket 2 (0.bias, 0.weight)", "grad_sync", (544,)),
+            ("all_reduce[dp] bucket 0 (3.bias, 3.weight)", "grad_sync", (132,)),
+            ("all_reduce[dp] bucket 1 (2.bias, 2.weight)", "grad_sync", (1056,)),
+            ("all_reduce[dp] bucket 2 (0.bias, 0.weight)", "grad_sync", (544,)),
         ]

@@ -22,6 +22,15 @@ from upguard_plugin.capture.names import ParameterNames, is_wrapper
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.records import Source
 
+# Looking at the generators around every call would cost as much as all else that a call costs.
+_NEVER_DRAW = frozenset(
+    {
+        nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv1d, nn.Conv2d, nn.BatchNorm1d,
+        nn.BatchNorm2d, nn.GroupNorm, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax,
+        nn.Identity, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d, nn.CrossEntropyLoss, nn.MSELoss,
+    }
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boundary:
@@ -32,6 +41,7 @@ class Boundary:
     source: Source | None  # where its forward is defined
     parameters: tuple[tuple[str, str], ...]  # (canonical name, attribute) of those it owns itself
     is_loss: bool
+    may_draw: bool  # random numbers: False for classes of torch that never do
     recorded: bool  # False: a model's root that is hooked to know the phase only
 
 
@@ -56,7 +66,8 @@ def find_boundaries(
         elif is_wrapper(module):
             continue
         selected = config.level != "stage" and config.selected_module(name)
-        if selected or name in names.roots:
+        # At level op all are hooked: the innermost one that runs is where an operator belongs.
+        if selected or name in names.roots or config.level == "op":
             found.append((module, _boundary(name, module, names, selected)))
     return found, notes
 
@@ -75,7 +86,8 @@ def _boundary(name: str, module: nn.Module, names: ParameterNames, recorded: boo
     operator = type(module).__name__
     is_loss = operator.endswith("Loss") or isinstance(module, nn.modules.loss._Loss)
     source = source_of(type(module))  # type: ignore[arg-type]
-    return Boundary(name, operator, source, parameters, is_loss, recorded)
+    may_draw = type(module) not in _NEVER_DRAW
+    return Boundary(name, operator, source, parameters, is_loss, may_draw, recorded)
 
 
 @lru_cache(maxsize=4096)

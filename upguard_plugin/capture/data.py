@@ -10,6 +10,7 @@ A tensor that requires a gradient is not a batch: it was computed by the trainin
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,7 +109,10 @@ class DataProbe:
         )
         if batch_dim is None:
             return
-        for i, sample in enumerate(tensor.detach().unbind(batch_dim)):
+        plain = type(tensor) is Tensor
+        with torch._C._DisableTorchDispatch() if plain else nullcontext():  # for no mode to see
+            samples = tensor.detach().unbind(batch_dim)
+        for i, sample in enumerate(samples):
             self.recorder.record(
                 boundary, sample, role="sample", slot=str(i), phase=phase, call=call
             )

@@ -14,6 +14,7 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -33,13 +34,16 @@ from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.recorder import Recorder
-from upguard_plugin.capture.run import find_rank, first_recorded_rank, open_run, say_size
+from upguard_plugin.capture.run import find_rank, first_recorded_rank, open_run, say, say_size
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
+from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.fingerprint.queue import FingerprintQueue
+from upguard_plugin.invariants.online import OnlineCheck
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
+from upguard_plugin.trace.batch import EventBatch
 
 Many = Sequence[Any] | Any
 
@@ -82,11 +86,14 @@ def enable(
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
-    recorder = Recorder(writer, FingerprintQueue(), settings.roles)
+    recorder = Recorder(writer, FingerprintQueue(), settings.roles, settings.phases, settings.dump)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     if rank == first_recorded_rank(settings, world_size):
         recorder.on_first_step = lambda: say_size(writer.bytes_written)
+    if settings.check:
+        online = OnlineCheck(rank, place, settings.level, settings.check)
+        recorder.on_batch = partial(_check_online, recorder, online)
     try:
         guard.attach()
     except BaseException:
@@ -101,6 +108,7 @@ class Guard:
     rank: int = 0
     world_size: int = 1
     layout: Layout = Layout()
+    collectives: CollectiveProbe | None = None  # adapters name groups and buffers there
 
     def __init__(
         self,
@@ -137,24 +145,37 @@ class Guard:
         # In this order: a root module's batch is recorded before its own events.
         self.probes = [self.states, self.batches, ModuleProbe(self)]
         if torch.distributed.is_available() and not CollectiveProbe.in_use():
-            owners = [ParameterOwner(self.names.parameters)]
-            reducers = [
-                ReducerBuckets(model, self.names.of)
-                for _, model in self.models
-                if isinstance(model, DistributedDataParallel)
-            ]
-            self.probes.append(CollectiveProbe(self.recorder, owners=owners, reducers=reducers))
+            self.collectives = self._collective_probe()
+            self.probes.append(self.collectives)
         if self.config.level == "op":
             self.probes.append(OperatorProbe(self))
         for probe in self.probes:
             probe.attach()
         atexit.register(self._close_at_exit)
 
+    def _collective_probe(self) -> CollectiveProbe:
+        reducers = [
+            ReducerBuckets(model, self.names.of)
+            for _, model in self.models
+            if isinstance(model, DistributedDataParallel)
+        ]
+        owners = [ParameterOwner({**self.names.parameters, **self.names.buffers})]
+        probe = CollectiveProbe(self.recorder, owners=owners, reducers=reducers)
+        # Dense axes last: an expert axis with the same ranks does not take their name.
+        for axis in sorted(self.layout.axes, key=lambda axis: axis.mesh, reverse=True):
+            if axis.size > 1:
+                probe.groups.name(axis.ranks, axis.name)
+        return probe
+
     def placement(
         self, boundary: str, role: str, slot: str, tensor: torch.Tensor
     ) -> Placement | None:
-        """Which part of a logical tensor this is, by the rules; None where nothing is known."""
-        return self.placements.of(boundary, role, slot, tensor.shape)
+        """Which part of a logical tensor this is; None where nothing is known.
+
+        A DTensor says it itself; for all others the rules do.
+        """
+        own = placement_of(tensor)
+        return self.placements.of(boundary, role, slot, tensor.shape) if own is None else own
 
     @shielded
     def begin_step_if_needed(self) -> None:
@@ -293,6 +314,16 @@ class IdleGuard(Guard):
 
     attach = begin_step_if_needed = step = microbatch = data = scalar = observe = _nothing  # type: ignore[assignment]
     placement = close = __exit__ = _nothing  # type: ignore[assignment]
+
+
+def _check_online(recorder: Recorder, online: OnlineCheck, batch: EventBatch) -> None:
+    """Print the first thing that broke in a step, and note all in the trace."""
+    broken = online.look(batch)
+    for sentence in broken:
+        recorder.note(sentence)
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        say(broken[0] + more)
 
 
 def _number_in(tensor: torch.Tensor) -> float | None:

@@ -71,6 +71,7 @@ class ModuleProbe:
             self._undo.pop()()
         self._flow.detach()
         self._stack.clear()
+        self._tell_position()
 
     def _hook(self, module: nn.Module, boundary: Boundary) -> None:
         before, after = Hook(self._before, boundary), Hook(self._after, boundary)
@@ -93,7 +94,7 @@ class ModuleProbe:
             return
         call = self._begin(boundary, module)
         self._stack.append(call)
-        self._position.module = boundary.name
+        self._tell_position()
         if not boundary.recorded:
             return
         opaque: set[str] = set()
@@ -102,7 +103,8 @@ class ModuleProbe:
             self.recorder.note(f"arguments of class {name} were not recorded")
         if boundary.parameters and self._guard.config.weights_in_use != "off":
             self._record_weights(call, module)
-        call.random = look()
+        if boundary.may_draw:
+            call.random = look()
 
     @shielded
     def _after(
@@ -176,9 +178,19 @@ class ModuleProbe:
             call = stack[place]
             if call.boundary is boundary:
                 del stack[place:]
-                self._position.module = stack[-1].boundary.name if stack else ""
+                self._tell_position()
                 return call
         return None
+
+    def _tell_position(self) -> None:
+        """Say which module call is the innermost one now."""
+        position = self._position
+        if not self._stack:
+            position.module = ""
+            return
+        call = self._stack[-1]
+        position.module, position.module_call = call.boundary.name, call.number
+        position.module_microbatch = call.microbatch
 
     def _record(self, call: Call, role: str, leaves: Leaves) -> None:
         boundary, flow = call.boundary, self._flow

@@ -95,6 +95,12 @@ class ParameterNames:
         for name, module in self._walk():
             yield self.rename(name), module
 
+    @property
+    def tied(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters here that `tied` names, by canonical name: other stages hold them too."""
+        names = dict.fromkeys(names[0] for names in self._tied)
+        return [(name, self.parameters[name]) for name in names if name in self.parameters]
+
     def of(self, thing: torch.Tensor | nn.Module) -> str | None:
         """The canonical name of a parameter, buffer or module; None for anything else."""
         return self._by_id.get(id(thing))

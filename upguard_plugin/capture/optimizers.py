@@ -2,7 +2,8 @@
 
 In:  the optimizers given to `enable`, others that step on the model's parameters, and any object
      with `param_groups`, `state` and `step`.
-Out: at `start` and after each step their state; before each step the gradients it will use and the
+Out: at `start` and after each step their state, at `start` also masters rounded to their weights'
+     dtype; before each step the gradients it will use and the
      hyper-parameters as they are then; after it the weights.
 
 A parameter of an optimizer that no model has is a master: it takes the name of the parameter whose
@@ -22,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.clipping import Replacement
 from upguard_plugin.capture.gradients import GradientProbe, NamedParameter
@@ -105,7 +107,9 @@ class OptimizerProbe:
         for watched in self._watched:
             groups = self.groups_at_rest(watched.optimizer)
             held = [parameter for _, parameters in groups for parameter in parameters]
-            self._record_state(now, watched.optimizer, *self._split(held))
+            owned, masters = self._split(held)
+            self._record_state(now, watched.optimizer, owned, masters)
+            self._record_rounded(now, masters)
             self._record_membership(now, watched.name, groups)
             self._record_groups(now, watched.name, enumerate(group for group, _ in groups))
 
@@ -183,6 +187,21 @@ class OptimizerProbe:
             now.tensors("optimizer_state", slot, named)
         for name, slot, value in others:
             now.value(name, "optimizer_state", slot, value)
+
+    def _record_rounded(self, now: Snapshot, masters: list[Part]) -> None:
+        """Each master in its weight's dtype, slot `rounded`: what its weight should be.
+
+        One after the other: no more than one copy is alive.
+        """
+        for part in masters:
+            weight, master = self._guard.names.parameters.get(part.name), part.held
+            if weight is None or part.fragment is not None or weight.shape != master.shape:
+                continue
+            if weight.dtype == master.dtype:
+                continue
+            with _disable_current_modes():  # the copy is ours: no mode is to see it made
+                rounded = master.detach().to(weight.dtype)
+            now.tensors("master", "rounded", [(part.name, rounded)])
 
     def _record_membership(self, now: Snapshot, optimizer: str, groups: Groups) -> None:
         for index, (_, parameters) in enumerate(groups):

@@ -25,7 +25,9 @@ class Position:
     microbatch: int = NONE
     backward_microbatch: int = NONE  # of the forward whose gradients are flowing
     phase: str = "start"
-    module: str = ""  # the innermost module whose forward is running
+    module: str = ""  # the innermost module whose forward is running; the next two are of its call
+    module_call: int = 0
+    module_microbatch: int = NONE
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -19,13 +19,15 @@ import numpy as np
 import torch
 
 from upguard_plugin.capture.deferred import DeferredRows, Ticket
+from upguard_plugin.capture.dumps import Dumps
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.rows import Rows, Wire
-from upguard_plugin.capture.storages import Storages, is_tracked, look
+from upguard_plugin.capture.storages import Storage, Storages, extent_of, look
 from upguard_plugin.capture.tensors import as_bytes
+from upguard_plugin.config import Dump
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
-from upguard_plugin.records import ROLES, Group, Placement, Source
+from upguard_plugin.records import PHASES, ROLES, Group, Placement, Source
 from upguard_plugin.trace.batch import NONE, EventBatch
 
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -41,6 +43,7 @@ class Writer(Protocol):
     @property
     def stopped(self) -> str | None: ...
     def write(self, batch: EventBatch) -> None: ...
+    def write_tensors(self, name: str, tensors: Mapping[str, np.ndarray]) -> None: ...
     def note(self, sentence: str) -> None: ...
     def close(self, reason: str = "") -> None: ...
 
@@ -48,22 +51,31 @@ class Writer(Protocol):
 class Recorder:
     """Collects the events of one rank. The only one who makes rows."""
 
-    def __init__(self, writer: Writer, queue_: FingerprintQueue, roles: Iterable[str] = ()) -> None:
-        """roles: those to record; none: all."""
+    def __init__(
+        self,
+        writer: Writer,
+        queue_: FingerprintQueue,
+        roles: Iterable[str] = (),
+        phases: Iterable[str] = (),
+        dump: Dump | None = None,
+    ) -> None:
+        """roles, phases: those to record; none: all. dump: tensors to keep whole."""
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
-        self.at_work = False  # operators that run now are ours, not the training's
         self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._writer = writer
         self._queue = queue_
         self._deferred = DeferredRows(FingerprintQueue(), writer.note)
         self._lock = threading.RLock()
         self._rows = Rows()
+        self._dumps = Dumps(dump)
         self._noted: set[str] = set()
         self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
+        self.phases_left_out = frozenset(PHASES) - frozenset(phases or PHASES)
         self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
         self.on_first_step: Callable[[], None] | None = None  # called when it is written
+        self.on_batch: Callable[[EventBatch], None] | None = None  # called when one is written
         self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
         self._thread = threading.Thread(target=self._drain, name="upguard-writer", daemon=True)
         self._thread.start()
@@ -96,10 +108,11 @@ class Recorder:
         step that has the fingerprint of this very tensor already. Returns NONE where nothing was
         recorded: the role is not selected, or the tensor has no plain bytes (that is noted).
         """
-        if role in self._left_out:
+        phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
             return NONE
         parts = (
-            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            boundary, phase, role, slot, tensor.dtype, tensor.shape,
             operator, moment, placement, group, op, source,
         )  # fmt: skip
         with self._lock:
@@ -115,16 +128,17 @@ class Recorder:
     def key_of(
         self, boundary: str, tensor: torch.Tensor, *, role: str, slot: str, phase: str,
         operator: str | None, placement: Placement | None, source: Source | None = None,
+        moment: str | None = None,
     ) -> int:  # fmt: skip
         """The number under which events of this kind are recorded; NONE for a role left out.
 
         For call sites that see the same kind of event many times: `record_as` is half of `record`.
         """
-        if role in self._left_out:
+        if role in self._left_out or phase in self.phases_left_out:
             return NONE
         parts = (
             boundary, phase, role, slot, tensor.dtype, tensor.shape,
-            operator, None, placement, None, None, source,
+            operator, moment, placement, None, None, source,
         )  # fmt: skip
         with self._lock:
             return self._rows.key_of(parts)
@@ -132,20 +146,26 @@ class Recorder:
     def record_as(
         self, key: int, tensor: torch.Tensor, placement: Placement | None = None,
         microbatch: int | None = None, call: int = 0, producer: int = NONE, same_as: int = NONE,
+        storage: Storage | None = None,
     ) -> int:  # fmt: skip
-        """As `record`, with all that does not change given as a `key_of` this kind of tensor."""
+        """As `record`, with all that does not change given as a `key_of` this kind of tensor.
+
+        storage: what `storages` has of this tensor, if the caller has looked it up already.
+        """
         if key == NONE:
             return NONE
         with self._lock:
             if same_as >= self._rows.first_seq:
                 taken, writer = self._rows.slot_of(same_as), NONE
             else:
-                boundary = self._rows.boundary_of(key)
-                taken, writer = self._fingerprint(boundary, tensor, placement)
+                taken, writer = self._fingerprint(key, tensor, placement, storage)
             if taken == NONE:
                 return NONE
             producer = writer if producer == NONE else producer
-            return self._add(key, microbatch, call, producer, taken)
+            seq = self._add(key, microbatch, call, producer, taken)
+            if self._dumps.active:
+                self._dumps.keep(seq, self._rows.boundary_of(key), tensor)
+            return seq
 
     def reserve(
         self,
@@ -169,10 +189,11 @@ class Recorder:
         The event stands here in program order; `fill` or `cancel` must follow, from any thread.
         Returns None where nothing was added: the role is not selected.
         """
-        if role in self._left_out:
+        phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
             return None
         parts = (
-            boundary, phase or self.position.phase, role, slot, tensor.dtype, tensor.shape,
+            boundary, phase, role, slot, tensor.dtype, tensor.shape,
             operator, moment, placement, group, op, source,
         )  # fmt: skip
         with self._lock:
@@ -180,15 +201,17 @@ class Recorder:
             seq = self._add(self._rows.key_of(parts), None, call, NONE, taken)
             if wire is not None:
                 self._rows.set_wire(seq, wire)
-            if self.storages is not None and role == "output" and is_tracked(tensor):
+            storage = None if self.storages is None else self.storages.find(tensor)
+            if self.storages is not None and storage is not None and role == "output":
                 self.storages.lose_sight(tensor)
-                self.storages.of(tensor).note_writer(tensor, seq)
+                storage.note_writer(extent_of(tensor), seq)
             return self._deferred.reserve(seq - self._rows.first_seq, boundary, placement)
 
     def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Take the fingerprint of `tensor` now for a reserved event, as `record` does."""
         try:
-            self._deferred.fill(ticket, tensor)
+            with torch._C._DisableTorchDispatch():
+                self._deferred.fill(ticket, tensor)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {ticket.boundary} was not recorded: {error.sentence}")
             self._deferred.cancel(ticket)
@@ -210,11 +233,11 @@ class Recorder:
 
         For tensors that nobody overwrites meanwhile: parameters, gradients, optimizer state.
         """
-        if role in self._left_out:
-            return
         phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
+            return
         with self._lock:
-            slots = self._put_many(entries)
+            slots = self._put_many(entries, phase)
             for (boundary, tensor, placement), taken in zip(entries, slots, strict=True):
                 if taken == NONE:
                     continue
@@ -222,7 +245,9 @@ class Recorder:
                     boundary, phase, role, slot, tensor.dtype, tensor.shape,
                     operator, None, placement, None, None, None,
                 )  # fmt: skip
-                self._add(self._rows.key_of(parts), None, 0, NONE, taken)
+                seq = self._add(self._rows.key_of(parts), None, 0, NONE, taken)
+                if self._dumps.active:
+                    self._dumps.keep(seq, boundary, tensor)
 
     def record_bytes(
         self, boundary: str, data: bytes, *, role: str, slot: str = "0", dtype: str = "uint8",
@@ -230,10 +255,11 @@ class Recorder:
         moment: str | None = None, microbatch: int | None = None,
     ) -> int:  # fmt: skip
         """Record raw bytes: RNG states, strings, None (no bytes, dtype "none")."""
-        if role in self._left_out:
+        phase = phase or self.position.phase
+        if role in self._left_out or phase in self.phases_left_out:
             return NONE
         parts = (
-            boundary, phase or self.position.phase, role, slot, dtype, (len(data),),
+            boundary, phase, role, slot, dtype, (len(data),),
             operator, moment, None, None, None, None,
         )  # fmt: skip
         with self._lock:
@@ -254,7 +280,10 @@ class Recorder:
         kind = next((k for k in _NUMBER_TYPES if isinstance(value, k)), float)
         tensor, view = self._numbers[kind]
         with self._lock:
-            # Written through numpy: an operator of torch here would be seen by dispatch modes.
+            # Written through numpy: an operator of torch here would be seen by dispatch modes. So
+            # nobody knows of the write, and a hash of it must not be used again.
+            if self.storages is not None:
+                self.storages.lose_sight(tensor)
             view[()] = value
             return self.record(
                 boundary, tensor, role=role, slot=slot, phase=phase, call=call,
@@ -281,6 +310,9 @@ class Recorder:
     def finish_step(self, *, mark: str | None = None) -> None:
         """Close the step: one device-to-host copy, one batch to the writer, on to the next step."""
         with self._lock:
+            tensors = self._dumps.take()
+            if tensors and self.active:
+                self._writer.write_tensors(f"step{self.position.step}", tensors)
             batches = self._deferred.close_step(self._take_batch(mark))
             self.position.next_step()
         self._send(batches)
@@ -288,6 +320,7 @@ class Recorder:
     def select(self, recorded: bool) -> None:
         """Say whether the step that begins is to be recorded."""
         self.active = recorded and not self.failure
+        self._dumps.select(self.position.step)
 
     def fail(self, reason: str) -> None:
         """Stop recording for good; training goes on and the trace says why it is incomplete."""
@@ -313,36 +346,50 @@ class Recorder:
                 self._batches.put(batch)
 
     def _fingerprint(
-        self, boundary: str, tensor: torch.Tensor, placement: Placement | None
+        self, key: int, tensor: torch.Tensor, placement: Placement | None, storage: Storage | None
     ) -> tuple[int, int]:
         """The slot of the tensor's fingerprint, and the seq of the event that wrote it last."""
-        if self.storages is None or not is_tracked(tensor):
-            return self._put(boundary, tensor, placement), NONE
-        storage = self.storages.of(tensor)
-        view = (look(tensor), id(placement))
+        storages = self.storages
+        if storages is not None and storage is None:
+            storage = storages.find(tensor)
+        if storages is None or storage is None:
+            return self._put(self._rows.boundary_of(key), tensor, placement), NONE
+        view = look(tensor) if placement is None else (look(tensor), id(placement))
         slot = storage.known.get(view)
-        if slot is None or self.storages.is_due():
-            slot = self._put(boundary, tensor, placement)
+        if slot is None or storages.is_due():
+            slot = self._put(self._rows.boundary_of(key), tensor, placement)
             if storage.in_sight and slot != NONE:
                 storage.known[view] = slot
-        return slot, storage.writer_of(tensor)
+        return slot, storage.writer_of(extent_of(tensor))
 
     def _put(self, boundary: str, tensor: torch.Tensor, placement: Placement | None) -> int:
         """The slot of the tensor's fingerprint, or NONE, noted, if it can have none."""
-        self.at_work = True
         try:
-            return self._queue.put(tensor, placement)
+            # What hashing runs is none of the training's operators: no mode sees it.
+            with torch._C._DisableTorchDispatch():
+                return self._queue.put(tensor, placement)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {boundary} was not recorded: {error.sentence}")
             return NONE
-        finally:
-            self.at_work = False
 
-    def _put_many(self, entries: Sequence[Entry]) -> Sequence[int]:
+    def _put_many(self, entries: Sequence[Entry], phase: str) -> Sequence[int]:
+        slots = [self._slot_of_writer(entry, phase) for entry in entries]
+        fresh = [entry for entry, slot in zip(entries, slots, strict=True) if slot == NONE]
         try:
-            return self._queue.put_many([e[1] for e in entries], [e[2] for e in entries])
+            with torch._C._DisableTorchDispatch():
+                taken = self._queue.put_many([e[1] for e in fresh], [e[2] for e in fresh])
         except UnsupportedTensorError:  # nothing was taken; find out which it was
             return [self._put(*entry) for entry in entries]
+        hashed = iter(taken)
+        return [next(hashed) if slot == NONE else slot for slot in slots]
+
+    def _slot_of_writer(self, entry: Entry, phase: str) -> int:
+        """The slot of a tensor that an operator wrote in this very phase, as far as is known."""
+        _, tensor, placement = entry
+        storage = None if self.storages is None else self.storages.find(tensor)
+        if storage is None or storage.written_in != phase or placement is not None:
+            return NONE
+        return storage.known.get(look(tensor), NONE)
 
     def _add(self, key: int, microbatch: int | None, call: int, producer: int, taken: int) -> int:
         if microbatch is None:
@@ -367,9 +414,20 @@ class Recorder:
             elif self.on_first_step is not None:
                 self.on_first_step()
                 self.on_first_step = None
+            self._look(batch)
+
+    def _look(self, batch: EventBatch) -> None:
+        if self.on_batch is None or self.failure:
+            return
+        try:
+            self.on_batch(batch)
+        except Exception as error:  # between us and the training job: only the looking ends
+            self.on_batch = None
+            self.note(f"the online check ended: {type(error).__name__}: {error}")
 
 
 def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
     """A 0-dim CPU tensor to put numbers in, and numpy's view of it."""
-    tensor = torch.zeros((), dtype=dtype, device="cpu")
-    return tensor, tensor.numpy()
+    with torch._C._DisableTorchDispatch():  # for no mode to see
+        tensor = torch.zeros((), dtype=dtype, device="cpu")
+        return tensor, tensor.numpy()

@@ -79,7 +79,8 @@ def numpy_state() -> bytes:
 
 def generator_state(generator: torch.Generator) -> bytes:
     """State of a torch generator. Does not wait for its device."""
-    return state_bytes(generator.get_state())
+    with torch._C._DisableTorchDispatch():  # none of the training's operators
+        return state_bytes(generator.get_state())
 
 
 def state_bytes(state: Tensor) -> bytes:

@@ -41,6 +41,9 @@ def shielded(method: Method) -> Method:
         if torch.compiler.is_compiling():
             return None
         try:
+            if torch._C._len_torch_function_stack():
+                with torch._C.DisableTorchFunction():  # modes of the user's are not to see us
+                    return method(self, *args, **kwargs)
             return method(self, *args, **kwargs)
         except Exception as error:
             absorb(self.recorder, error)

@@ -72,6 +72,7 @@ def readable(tensor: Tensor) -> Tensor:
     """
     if tensor.layout is torch.strided:
         return tensor
-    sparse = tensor.detach()
-    # Repeated indices are summed by `coalesce` first: `to_dense` would sum them in another order.
-    return (sparse.coalesce() if sparse.layout is torch.sparse_coo else sparse).to_dense()
+    with torch._C._DisableTorchDispatch():  # none of the training's operators
+        sparse = tensor.detach()
+        # Repeated indices are summed by `coalesce` first: `to_dense` sums them in another order.
+        return (sparse.coalesce() if sparse.layout is torch.sparse_coo else sparse).to_dense()

@@ -71,6 +71,7 @@ class StateProbe:
         self.gradients.watch(parameters)
         with Snapshot(self._guard, "start") as now:
             now.tensors("param", "value", self._parts_at_rest(parameters))
+            now.tensors("param", "tied", names.tied)
             now.tensors("buffer", "value", names.buffers.items())
             self.optimizers.record_start(now)
             self.clipping.record_start(now)
@@ -96,6 +97,7 @@ class StateProbe:
         ]
         with Snapshot(self._guard, "optimizer") as now:
             now.tensors("param", "value", self._parts_at_rest(left))
+            now.tensors("param", "tied", names.tied)
             for source in self.sources:
                 source(now)
             # A generator that nobody draws from ends every step as it began it: whatever its state

@@ -18,42 +18,88 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from upguard_plugin.trace.batch import NONE
 
-SAMPLE = (
-    32  # of the hashes that need not be taken, one in so many is: writes out of sight show there
-)
-
+# Of the hashes that need not be taken, one in so many is: writes out of sight show there.
+SAMPLE = 32
 MAX_EXTENTS = 1024  # of one storage whose writers are remembered; the oldest are forgotten
 
+Extent = tuple[int, int]  # first and last byte that a tensor reaches in its storage
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Storage:
     """What is known of one storage since its last write."""
 
     alive: StorageWeakRef
-    address: int
-    initialised: bool = True
-    in_sight: bool = True  # False: something that the dispatcher does not show may write it
+    memory: tuple[int, int]  # address and size of its bytes: both change when it is resized
+    in_sight: bool  # False: something that the dispatcher does not show may write it
+    exposed: bool = False  # in_sight stays False: its memory was handed out of torch
     version: int = NONE  # torch's counter when it was last looked at
     known: dict[Hashable, int] = field(default_factory=dict)  # look at it -> slot of its hash
-    # (first byte, last byte) -> seq of the event that wrote them last; flat buffers have many.
-    _writers: dict[tuple[int, int], int] = field(default_factory=dict)
+    written_in: str = ""  # phase of the last write that was seen
+    # Who wrote which bytes last; a flat buffer has many writers, most storages have one.
+    _writers: dict[Extent, int] = field(default_factory=dict)
+    _blank: list[Extent] = field(default_factory=list)  # bytes that nobody has written yet
+    _filled: int = 0  # bytes that strided writes put among the blank ones
 
-    def note_writer(self, tensor: torch.Tensor, writer: int) -> None:
-        """Remember the event that wrote the bytes of `tensor`."""
-        self._writers[_extent(tensor)] = writer
-        if len(self._writers) > MAX_EXTENTS:
-            newest = sorted(self._writers.items(), key=lambda item: item[1])[MAX_EXTENTS // 2 :]
+    def note_writer(self, extent: Extent, writer: int) -> None:
+        """Remember the event that wrote these bytes."""
+        writers = self._writers
+        if writers and extent not in writers:
+            first, last = extent
+            covered = [e for e in writers if first <= e[0] and e[1] <= last]
+            for other in covered:
+                del writers[other]
+        writers[extent] = writer
+        if len(writers) > MAX_EXTENTS:
+            newest = sorted(writers.items(), key=lambda item: item[1])[MAX_EXTENTS // 2 :]
             self._writers = dict(newest)
 
-    def writer_of(self, tensor: torch.Tensor) -> int:
-        """Seq of the last event that wrote some of the bytes of `tensor`, or NONE."""
-        if not self._writers:
-            return NONE
-        first, last = _extent(tensor)
-        return max(
-            (seq for (low, high), seq in self._writers.items() if low <= last and first <= high),
-            default=NONE,
-        )
+    def writer_of(self, extent: Extent) -> int:
+        """Seq of the last event that wrote some of these bytes, or NONE."""
+        first, last = extent
+        newest = NONE
+        for (low, high), seq in self._writers.items():
+            if low <= last and first <= high and seq > newest:
+                newest = seq
+        return newest
+
+    def make_blank(self) -> None:
+        """Its bytes are whatever memory held before: no value of the run."""
+        self.known.clear()
+        self._writers.clear()
+        self._blank, self._filled = [(0, self.memory[1] - 1)], 0
+
+    def grow_blank(self, old_bytes: int) -> None:
+        """Its memory has grown from so many bytes; the new ones are blank."""
+        if self.memory[1] > old_bytes:
+            self._blank.append((old_bytes, self.memory[1] - 1))
+
+    def has_value(self, tensor: torch.Tensor) -> bool:
+        """Whether all bytes that the tensor reaches were written by somebody."""
+        if not self._blank:
+            return True
+        first, last = extent_of(tensor)
+        return not any(low <= last and first <= high for low, high in self._blank)
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """The tensor was written: its bytes are blank no more."""
+        if not self._blank:
+            return
+        first, last = extent_of(tensor)
+        if last - first + 1 > tensor.nbytes:  # with gaps, which other writes may fill
+            self._filled += tensor.nbytes
+            if self._filled >= sum(high - low + 1 for low, high in self._blank):
+                self._blank = []
+            return
+        left = []
+        for low, high in self._blank:
+            left += [] if first <= low else [(low, min(high, first - 1))]
+            left += [] if high <= last else [(max(low, last + 1), high)]
+        self._blank = left
+
+    def forget_blank(self) -> None:
+        """Take all bytes for written: by something that did not say which."""
+        self._blank = []
 
 
 class Storages:
@@ -64,21 +110,32 @@ class Storages:
         self._room = 4096
         self._reuses = 0
 
+    def __len__(self) -> int:
+        return len(self._by_address)
+
     def of(self, tensor: torch.Tensor) -> Storage:
-        """The entry of a tensor's storage, made on first sight."""
+        """The entry of a tracked tensor's storage, made on first sight."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         entry = self._by_address.get(address)
+        memory = (storage.data_ptr(), storage.nbytes())
         if entry is None:
             if len(self._by_address) >= self._room:
                 self.prune()
-            entry = self._by_address[address] = Storage(StorageWeakRef(storage), address)
-        version = _version(tensor)
-        if entry.version != version:
-            # Something moved the counter: a write that the dispatcher did not show.
+            # Memory that torch did not allocate belongs to somebody who may write it.
+            own = storage.resizable()
+            entry = self._by_address[address] = Storage(StorageWeakRef(storage), memory, own)
+            entry.exposed = not own
+        version = NONE if tensor.is_inference() else tensor._version
+        if entry.version != version or entry.memory != memory:
+            # Something moved the counter or the bytes: a write that the dispatcher did not show.
             entry.known.clear()
-            entry.version = version
+            entry.version, entry.memory = version, memory
         return entry
+
+    def find(self, tensor: torch.Tensor) -> Storage | None:
+        """As `of`; None for a tensor that is not tracked."""
+        return self.of(tensor) if is_tracked(tensor) else None
 
     def prune(self) -> None:
         """Forget storages that are gone, so that the table does not grow with the run."""
@@ -94,23 +151,33 @@ class Storages:
         for entry in self._by_address.values():
             entry.known.clear()
 
+    def forget_all(self) -> None:
+        """Drop everything but what may be written out of sight: writes were not tracked."""
+        self._by_address = {a: e for a, e in self._by_address.items() if not e.in_sight}
+
     def is_due(self) -> bool:
         """Whether a hash that need not be taken is taken all the same: one in SAMPLE."""
         self._reuses += 1
         return self._reuses % SAMPLE == 0
 
-    def lose_sight(self, tensor: torch.Tensor) -> None:
-        """From now on the tensor may be written where the dispatcher does not show it."""
-        if is_tracked(tensor):
-            entry = self.of(tensor)
-            entry.known.clear()
-            entry.in_sight, entry.initialised = False, True
+    def lose_sight(self, tensor: torch.Tensor, *, for_good: bool = False) -> None:
+        """The tensor may be written where the dispatcher does not show it.
 
-    def writing(self, tensor: torch.Tensor, *, in_place: bool) -> None:
+        Until the dispatcher shows a write; or for_good: somebody keeps the address.
+        """
+        entry = self.find(tensor)
+        if entry is not None:
+            entry.known.clear()
+            entry.forget_blank()
+            entry.in_sight = False
+            entry.exposed |= for_good
+
+    def writing(self, entry: Storage, tensor: torch.Tensor, phase: str, in_place: bool) -> None:
         """Note a write by the operator that is running: all that was known of the bytes is void."""
-        entry = self.of(tensor)
         entry.known.clear()
-        entry.initialised = entry.in_sight = True
+        entry.fill(tensor)
+        entry.in_sight = not entry.exposed
+        entry.written_in = phase
         # Autograd moves the counter when an in-place operator returns to it. Where it does not, the
         # next look finds another number and forgets the hashes: a lost short cut, no wrong answer.
         entry.version += in_place
@@ -118,30 +185,32 @@ class Storages:
 
 def is_tracked(tensor: torch.Tensor) -> bool:
     """Whether a tensor has one storage with its bytes in it."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not is_traceable_wrapper_subclass(tensor)
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return type(tensor) in _PLAIN or not (
+        is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "fake_mode")
     )
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return NONE if tensor.is_inference() else tensor._version
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def extent_of(tensor: torch.Tensor) -> Extent:
     """First and last byte of the storage that the tensor reaches."""
-    first = tensor.storage_offset()
-    last = first + sum(
-        (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
     size = tensor.element_size()
+    first = int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        return first * size, (first + tensor.numel()) * size - 1
+    last = first
+    for n, step in zip(tensor.shape, tensor.stride(), strict=True):
+        last += int((n - 1) * step)
     return first * size, (last + 1) * size - 1
 
 
 def look(tensor: torch.Tensor) -> Hashable:
     """How a tensor looks at its storage: equal looks at unwritten bytes have equal fingerprints."""
+    lazy = tensor.is_conj() + 2 * tensor.is_neg()  # signs that are not in the bytes yet
     if tensor.is_contiguous():
         # A reshape leaves the fingerprint as it is.
-        return (tensor.storage_offset() * tensor.element_size(), tensor.numel(), tensor.dtype)
-    return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        return (tensor.storage_offset() * tensor.element_size(), tensor.numel(), tensor.dtype, lazy)
+    return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, lazy)
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

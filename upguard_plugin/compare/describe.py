@@ -8,6 +8,7 @@ from upguard_plugin.compare.causes import Cause
 from upguard_plugin.compare.evidence import Scene
 from upguard_plugin.compare.pairing import Side
 from upguard_plugin.compare.ranks import Origin
+from upguard_plugin.fingerprint.sketch import EPSILON
 from upguard_plugin.records import EventKey
 from upguard_plugin.trace.batch import EventBatch
 from upguard_plugin.verdict import (
@@ -18,16 +19,6 @@ from upguard_plugin.verdict import (
     SourceRef,
     TensorSide,
 )
-
-# Distance between 1 and the next number, as torch.finfo says.
-EPSILON = {
-    "float64": 2.0**-52,
-    "float32": 2.0**-23,
-    "float16": 2.0**-10,
-    "bfloat16": 2.0**-7,
-    "complex64": 2.0**-23,
-    "complex128": 2.0**-52,
-}
 
 
 def divergence(origin: Origin, scene: Scene, cause: Cause) -> Divergence:

@@ -25,25 +25,18 @@ def refusal(baseline: Run, target: Run) -> str | None:
             f"fingerprints of version {versions[0]} and {versions[1]} cannot be compared: "
             "record one of the runs again with the other's UpGuard"
         )
-    sizes = (baseline.manifest.world_size, target.manifest.world_size)
-    if sizes[0] != sizes[1]:
-        return (
-            f"the layouts differ: {_count(sizes[0], 'rank')} against {_count(sizes[1], 'rank')}; "
-            "only runs of one layout can be compared"
-        )
-    for rank in sorted(set(baseline.ranks) & set(target.ranks)):
-        layouts = (baseline.layout(rank), target.layout(rank))
-        if layouts[0].axes and layouts[1].axes and layouts[0] != layouts[1]:
-            named = [
-                " ".join(f"{axis.name}={axis.index}/{axis.size}" for axis in layout.axes)
-                + ("" if layout.zero_stage is None else f" zero_stage={layout.zero_stage}")
-                for layout in layouts
-            ]
-            return (
-                f"the layouts differ: rank {rank} is {named[0]} against {named[1]}; "
-                "only runs of one layout can be compared"
-            )
     return None
+
+
+def layouts_differ(baseline: Run, target: Run) -> bool:
+    """Whether the runs used their ranks in different ways. A layout that is not known is any."""
+    if baseline.manifest.world_size != target.manifest.world_size:
+        return True
+    layouts = [
+        (baseline.layout(rank), target.layout(rank))
+        for rank in sorted(set(baseline.ranks) & set(target.ranks))
+    ]
+    return any(ours.axes and theirs.axes and ours != theirs for ours, theirs in layouts)
 
 
 def obstacles(

@@ -9,14 +9,17 @@ Out: a `Verdict`. Runs that cannot be compared give one too, with the reason as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from upguard_plugin.compare.causes import Cause, cause_of, structure_of
 from upguard_plugin.compare.describe import divergence, event_ref
 from upguard_plugin.compare.evidence import Scene
+from upguard_plugin.compare.layouts.logical import LogicalPair
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
     differences_of_runs,
     is_same_program,
+    layouts_differ,
     obstacles,
     refusal,
     scan_notes,
@@ -26,6 +29,7 @@ from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import RankScan, Settings, scan_rank
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.steps import RankSteps, steps_behind
+from upguard_plugin.errors import UsageError
 from upguard_plugin.records import Layout
 from upguard_plugin.verdict import Certified, Coverage, Divergence, RunSide, Verdict, Word
 
@@ -41,7 +45,7 @@ def compare_runs(
     verify: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Verdict:
-    """Compare two runs of one layout.
+    """Compare two runs, rank by rank, or across layouts as runs of one rank.
 
     same_program: take both for runs of the same program, whatever their digests say.
     verify: decode and check every step, also where digests agree.
@@ -52,6 +56,53 @@ def compare_runs(
     refused = refusal(baseline, target)
     if refused:
         return _verdict(baseline, target, "incomparable", [refused])
+    if layouts_differ(baseline, target):
+        return _compare_logical(baseline, target, selection, same_program, verify, progress)
+    return _compare(baseline, target, selection, same_program, verify, progress)
+
+
+def _compare_logical(
+    baseline: Run,
+    target: Run,
+    selection: Selection,
+    same_program: bool,
+    verify: bool,
+    progress: Progress,
+) -> Verdict:
+    """Compare runs of other layouts by their logical tensors."""
+    if selection.ranks is not None:
+        raise UsageError(
+            "--ranks cannot be used across layouts: a logical tensor is made of all ranks' parts"
+        )
+    pair = LogicalPair(baseline, target)
+    verdict = _compare(*pair.views(), selection, same_program, verify, progress, pair.ranks_of)
+    lost = pair.left_out
+    count = verdict.coverage.not_comparable + lost.counts.total()
+    return verdict.model_copy(
+        update={
+            "baseline": _side(baseline),
+            "target": _side(target),
+            "coverage": verdict.coverage.model_copy(
+                update={
+                    "not_comparable": count,
+                    "ranks": max(len(baseline.ranks), len(target.ranks)),
+                }
+            ),
+            "notes": [*verdict.notes, *lost.notes()],
+        }
+    )
+
+
+def _compare(
+    baseline: Run,
+    target: Run,
+    selection: Selection,
+    same_program: bool,
+    verify: bool,
+    progress: Progress,
+    ranks_of: Callable[[int, int, int], tuple[int, ...]] | None = None,
+) -> Verdict:
+    """ranks_of: the ranks behind a row of the baseline (side 0) or target (side 1) in a step."""
     scans = _scan(baseline, target, selection, verify, progress)
     one_program = same_program or is_same_program(baseline, target)
     notes = differences_of_runs(baseline, target) + scan_notes(scans)
@@ -64,11 +115,28 @@ def compare_runs(
         return _verdict(baseline, target, word, reasons + notes, scans)
     if origins.num_more:
         notes.append(f"{origins.num_more} more boundaries differ first, beside those listed")
+    if ranks_of is not None:
+        origins = replace(origins, minimal=_on_ranks(origins.minimal, ranks_of), per_rank=())
     minimal, per_rank = (
         [_divergence(origin, decide, baseline, one_program) for origin in listed]
         for listed in (origins.minimal, origins.per_rank)
     )
     return _verdict(baseline, target, "divergent", notes + reasons, scans, minimal, per_rank)
+
+
+def _on_ranks(
+    origins: Sequence[Origin], ranks_of: Callable[[int, int, int], tuple[int, ...]]
+) -> tuple[Origin, ...]:
+    """The origins with the ranks that hold their tensors: the target's, where it has them."""
+    renamed = []
+    for origin in origins:
+        row, side = origin.finding.target_row, 1
+        if row is None:
+            row, side = origin.finding.baseline_row, 0
+        assert row is not None
+        step = origin.scan.steps.partner[origin.step] if side else origin.step
+        renamed.append(replace(origin, ranks=ranks_of(side, step, row)))
+    return tuple(renamed)
 
 
 def _scan(
@@ -115,7 +183,9 @@ def _verdict(
         concurrent=list(minimal[1:]),
         tainted=None,
         per_rank=list(per_rank),
-        certified=_certified(scans, minimal[0].ranks[0] if minimal else None),
+        certified=_certified(
+            scans, None if len(scans) == 1 or not minimal else minimal[0].ranks[0]
+        ),
         coverage=_coverage(baseline, target, scans),
         notes=list(notes),
     )
@@ -123,11 +193,7 @@ def _verdict(
 
 def _side(run: Run) -> RunSide:
     layout = run.layout(run.ranks[0]) if run.ranks else Layout()
-    sizes = {"world_size": run.manifest.world_size}
-    sizes |= {axis.name: axis.size for axis in layout.axes}
-    if layout.zero_stage is not None:
-        sizes["zero_stage"] = layout.zero_stage
-    return RunSide(path=str(run.path), run_id=run.manifest.run_id, layout=sizes)
+    return RunSide.of(run.path, run.manifest.run_id, run.manifest.world_size, layout)
 
 
 def _certified(scans: Sequence[RankScan], rank: int | None) -> Certified:

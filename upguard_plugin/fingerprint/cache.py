@@ -2,7 +2,10 @@
 
 numba writes them beside the module, or in the user's cache directory, whichever is writable; both
 are found by numba itself. Where neither is, the kernels are compiled in memory, in each process
-(seconds), and `note` says so for the manifest.
+(seconds), and `cache_note` says so for the manifest.
+
+numba notices a change in the file of an entry point only: who changes `residues.py` or `vector.py`
+has to touch `cpu.py` and `measure.py` too, or the old code stays in use.
 """
 
 from __future__ import annotations

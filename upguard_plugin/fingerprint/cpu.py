@@ -16,7 +16,7 @@ from numba import uint64 as u64
 from upguard_plugin.fingerprint import keys
 from upguard_plugin.fingerprint.cache import compile_kernel
 from upguard_plugin.fingerprint.residues import add, join_limbs, key_a, multiply, pointer
-from upguard_plugin.fingerprint.vector import LANES, LIMBS, vector_sums
+from upguard_plugin.fingerprint.vector import BLOCKS_AT_ONCE, LANES, LIMBS, vector_sums
 
 Word = Any  # uint64 in a register
 Words = Any  # memory seen as uint64
@@ -30,7 +30,7 @@ KEYS_B = np.array(keys.KEYS_B)
 PAIRS_PER_BLOCK = keys.BLOCK_WORDS // 2
 
 _one_block_sums = vector_sums(1)
-_two_block_sums = vector_sums(2)
+_many_block_sums = vector_sums(BLOCKS_AT_ONCE)
 
 
 @njit
@@ -81,14 +81,15 @@ def hash_stretch(address: int, num_bytes: int, offset: int, with_sum: int) -> tu
     while i < num_pairs:
         c = (first + i) & (PAIRS_PER_BLOCK - 1)
         block = u64((first + i) >> 10)
-        if c == 0 and num_pairs - i >= 2 * PAIRS_PER_BLOCK:
-            block_s, a0, a1, a2, b0, b1, b2 = _two_block_sums(
+        if c == 0 and num_pairs - i >= BLOCKS_AT_ONCE * PAIRS_PER_BLOCK:
+            sums = _many_block_sums(
                 u64(pairs.ctypes.data + 8 * i), u64(LIMBS.ctypes.data), u64(8 * PAIRS_PER_BLOCK)
             )
-            s += block_s
-            h = add(h, multiply(join_limbs(a0, a1, a2), key_a(block)))
-            h = add(h, multiply(join_limbs(b0, b1, b2), key_a(block + u64(1))))
-            i += 2 * PAIRS_PER_BLOCK
+            s += sums[0]
+            for k in range(BLOCKS_AT_ONCE):
+                joined = join_limbs(sums[3 * k + 1], sums[3 * k + 2], sums[3 * k + 3])
+                h = add(h, multiply(joined, key_a(block + u64(k))))
+            i += BLOCKS_AT_ONCE * PAIRS_PER_BLOCK
             continue
         n = min(PAIRS_PER_BLOCK - c, num_pairs - i)
         a0, a1, a2, block_s = _block_sums(pairs[i : i + n], c)

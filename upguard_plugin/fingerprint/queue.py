@@ -32,6 +32,7 @@ from upguard_plugin.records import Placement
 NOT_COUNTED = -1
 # A view of freed storage has its offset for an address. Real ones are above this, or checked.
 LOW_ADDRESS = 1 << 44
+_data_ptr = torch._C.TensorBase.data_ptr  # of torch.Tensor it may be watched by a probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class FingerprintQueue:
         return Hashes(taken[0], taken[1], nonfinite, max_abs, sketch)
 
     def _put_parts(self, parts: tuple[Part, ...], sketch: bool) -> int:
-        planned = [self._plans.plan(part) for part in parts]
+        planned = self._plans.plan_all(parts)
         size = self._sketch_size if sketch else 0
         measured = bool(self._magnitudes or size) and has_numbers(parts)
         slot = self._next_slot()
@@ -216,7 +217,7 @@ def _plain_address(tensor: Tensor) -> int:
         and not tensor.is_neg()
         and not tensor.is_conj()
         and not tensor.is_quantized
-        and (address := tensor.data_ptr()) >= LOW_ADDRESS
+        and (address := _data_ptr(tensor)) >= LOW_ADDRESS
     ):
         return address
     return 0

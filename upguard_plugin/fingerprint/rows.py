@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS
@@ -18,6 +19,7 @@ from upguard_plugin.records import Placement
 Planned = tuple[Part, Tensor, tuple[Sweep, ...]]  # a part, the memory to sweep, and how
 
 MAX_PLANS = 4096
+SCRATCH_BYTES = 1 << 26  # larger copies get memory of their own
 
 
 class Plans:
@@ -25,9 +27,17 @@ class Plans:
 
     def __init__(self) -> None:
         self._kept: dict[tuple, tuple[Placement | None, tuple[Sweep, ...] | None]] = {}
+        self._scratch: Tensor | None = None
 
-    def plan(self, part: Part) -> Planned:
-        """Plan a part; where no sweep fits its strides, a contiguous copy of it is swept."""
+    def plan_all(self, parts: Sequence[Part]) -> list[Planned]:
+        """Plan the parts of one tensor; what is planned is to be swept before the next call."""
+        return [self.plan(part, alone=len(parts) == 1) for part in parts]
+
+    def plan(self, part: Part, *, alone: bool = False) -> Planned:
+        """Plan a part; where no sweep fits its strides, a contiguous copy of it is swept.
+
+        alone: the copy may be made in memory that the next call uses again.
+        """
         tensor, placement = part.tensor, part.placement
         on_cpu = tensor.is_cpu
         key = (id(placement), tensor.shape, tensor.stride(), tensor.itemsize, on_cpu)
@@ -42,8 +52,20 @@ class Plans:
             found = self._kept[key] = (placement, sweeps)
         if found[1] is not None:
             return part, tensor, found[1]
-        _, copy, sweeps = self.plan(Part(tensor.contiguous(), placement=placement))
+        contiguous = self._copied(tensor) if alone and on_cpu else tensor.contiguous()
+        _, copy, sweeps = self.plan(Part(contiguous, placement=placement))
         return part, copy, sweeps
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy in memory that is kept: fresh memory costs more than the copying."""
+        num_bytes = tensor.nbytes
+        if num_bytes > SCRATCH_BYTES:
+            return tensor.contiguous()
+        if self._scratch is None or self._scratch.nbytes < num_bytes:
+            with torch.inference_mode(False):
+                self._scratch = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cpu")
+        copy = self._scratch[:num_bytes].view(tensor.dtype).view(tensor.shape)
+        return copy.copy_(tensor)
 
 
 def sweep_table(slot: int, planned: Iterable[Planned]) -> npt.NDArray[np.int64]:

@@ -29,6 +29,16 @@ SKETCH_BLOCK = 2048  # elements that share block signs and a rotation
 DEFAULT_SIZE = 64
 SIZES = (4, 8, 16, 32, 64, 128, 256)  # powers of two that divide a block; 4 * 64 sign bits a block
 
+# Distance between 1 and the next number, as torch.finfo says.
+EPSILON = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "complex64": 2.0**-23,
+    "complex128": 2.0**-52,
+}
+
 _SIGN_BITS = [keys.mix(keys.SEED_COLUMN_SIGN + (c + 1) * keys.GOLDEN) >> 63 for c in range(2048)]
 COLUMN_SIGNS: Floats = 1.0 - 2.0 * np.array(_SIGN_BITS, np.float64)
 COLUMN_SIGNS.flags.writeable = False

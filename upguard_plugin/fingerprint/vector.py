@@ -2,8 +2,7 @@
 """The inner loop of the CPU kernels, as vector code.
 
 Written in LLVM's terms because a loop left to the compiler cannot prefetch, and at the speed of
-memory that is worth a factor of two. Runs on any CPU: LLVM splits the vectors where they are wider
-than its registers.
+memory that is worth a factor of two. Runs on any CPU: LLVM makes what it has of the vectors.
 """
 
 from __future__ import annotations
@@ -11,15 +10,26 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from upguard_plugin.fingerprint import keys
 
-LANES = 8  # one AVX-512 register, two of AVX2
-PREFETCH_BYTES = 2 * keys.BLOCK_BYTES  # far enough for memory, and still in L2 when it is used
+
+def _has_wide_registers() -> bool:
+    """Whether the CPU has 32 vector registers of 512 bits. A matter of speed only."""
+    try:
+        return bool(binding.get_host_cpu_features().get("avx512f"))
+    except RuntimeError:  # LLVM does not know this CPU
+        return False
+
+
+LANES = 8 if _has_wide_registers() else 4  # of 64 bits: one register
+# Blocks that share each load of the limbs: as many as the registers have room for their sums.
+BLOCKS_AT_ONCE = 4 if _has_wide_registers() else 2
+PREFETCH_BYTES = BLOCKS_AT_ONCE * keys.BLOCK_BYTES  # the blocks that come next
 
 # [3, 1024]: limbs of neighbouring words share 64 bits, as the words of a pair do. Halves of 64-bit
 # lanes are what the 32 x 32 -> 64 bit vector multiply takes.
@@ -36,7 +46,7 @@ HALF_WIDTH = ir.Constant(VECTOR, [32] * LANES)
 def vector_sums(num_blocks: int) -> Any:
     """An intrinsic (address, limbs, num_bytes) that sums over pairs of words of some blocks.
 
-    It takes num_bytes of each of `num_blocks` neighbouring blocks, a multiple of 64; all of them
+    It takes num_bytes of each of `num_blocks` neighbouring blocks, a multiple of 8 * LANES; all
     share each load of the limbs. Returns the sum of all pairs as they are, then for each block the
     sums of the products of its words with the three limbs; all modulo 2**64.
     """

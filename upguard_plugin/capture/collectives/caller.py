@@ -36,6 +36,7 @@ _GRADIENT_CODE = (
     "/megatron/core/optimizer/",
     "/deepspeed/runtime/",
 )
+_NO_BACKWARD = -1  # torch's number of a backward where there is none
 _MAX_DEPTH = 40  # frames between a collective and the code that wanted it
 
 
@@ -46,6 +47,7 @@ class Caller:
     source: Source | None  # the innermost line outside torch; None on a thread without Python
     from_cpp: bool  # launched and waited for by C++: DDP's reducer and its broadcasts
     functional: bool  # by a functional collective: torch waits for its result, not for its Work
+    in_backward: bool  # while autograd runs
     in_gradient_code: bool  # by a framework's own code for gradients
     factor: float | None = None  # of a reduce op "premul_sum"
 
@@ -57,24 +59,28 @@ def find_caller(*, with_factor: bool = False) -> Caller:
         frame = frame.f_back
     innermost = _AUTOGRAD if frame is None else frame.f_code.co_filename
     source: Source | None = None
+    in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
     in_gradient_code = False
+    below_autograd = False
     factor: float | None = None
     for _ in range(_MAX_DEPTH):
         if frame is None:
             break
         path = frame.f_code.co_filename
-        in_gradient_code = in_gradient_code or _is_gradient_code(path)
+        in_gradient_code = in_gradient_code or (not below_autograd and _is_gradient_code(path))
         if with_factor and factor is None:
             factor = getattr(frame.f_locals.get("op"), "factor", None)
         if source is None and not path.startswith((_TORCH, "<")):
             source = _source(path, frame.f_lineno)
-        if path == _AUTOGRAD:
+        below_autograd = below_autograd or path == _AUTOGRAD
+        if below_autograd and source is not None:
             break
         frame = frame.f_back
     return Caller(
         source,
         from_cpp=innermost in (_AUTOGRAD, _DDP),
         functional=innermost == _OPERATORS,
+        in_backward=in_backward,
         in_gradient_code=in_gradient_code,
         factor=factor,
     )

@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 
 from upguard_plugin.records import Group
 
-_DEFAULT_NAME = "default_pg"  # how torch describes the group of all ranks
-_MESH_PREFIX = "mesh_"  # and that of a dim of a DeviceMesh
+_MESH_PREFIX = "mesh_"  # how torch describes the group of a dim of a DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +74,28 @@ class Groups:
             ranks = tuple(dist.get_process_group_ranks(process_group))
         except (KeyError, RuntimeError, ValueError):
             ranks = ()  # made without torch.distributed's register: its members are not known
-        key = (self._names.get(ranks) or _torch_name(process_group), ranks)
+        key = (self._names.get(ranks) or _torch_name(process_group, ranks), ranks)
         group = self._groups.setdefault(key, Group(*key))
         return Member(group, process_group.rank(), process_group.size())
 
 
-def _torch_name(process_group: ProcessGroup) -> str:
+def _torch_name(process_group: ProcessGroup, ranks: tuple[int, ...]) -> str:
     description = process_group.group_desc
-    if description == _DEFAULT_NAME:
+    if description.startswith(_MESH_PREFIX):
+        return description.removeprefix(_MESH_PREFIX)
+    if ranks == tuple(range(dist.get_world_size())):
         return "world"
     if description and description != "undefined":
-        return description.removeprefix(_MESH_PREFIX)
-    return f"group {process_group.group_name}"
+        return description
+    # torch numbers groups as they are made: one more in one of two runs would rename all others.
+    return f"ranks {_in_short(ranks)}" if ranks else f"group {process_group.group_name}"
+
+
+def _in_short(ranks: tuple[int, ...]) -> str:
+    """ "0,2", "0-7", "0,8..120": many ranks by their first, the distance and the last."""
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 2 and ranks == tuple(range(first, last + 1)):
+        return f"{first}-{last}"
+    if len(ranks) <= 4:
+        return ",".join(map(str, ranks))
+    return f"{first},{ranks[1]}..{last}"

@@ -33,6 +33,8 @@ from upguard_plugin.records import Placement
 
 _KEY = torch._C.DispatchKey.BackendSelect
 _PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
+_BEFORE_BACKWARD = ("start", "data", "forward", "loss")
+_UP_TO_BACKWARD = (*_BEFORE_BACKWARD, "backward", "recompute", "accumulate")
 _GRADIENT_ENDS = (".grad", ".main_grad")  # how a buffer's owner says that it holds gradients
 
 
@@ -86,7 +88,8 @@ class CollectiveProbe:
         self._library = torch.library.Library("c10d", "IMPL")
         for name in OPERATORS:
             operator = getattr(torch.ops.c10d, name).default
-            call = partial(self._call, name, operator)
+            types = [str(argument.type) for argument in operator._schema.arguments]
+            call = partial(self._call, name, operator, types.index(_PROCESS_GROUP))
             self._library.impl(name, call, "BackendSelect", with_keyset=True)
         self._functional = torch.library.Library("_c10d_functional", "IMPL")
         self._functional.impl("wait_tensor", self._wait_tensor, "BackendSelect", with_keyset=True)
@@ -116,14 +119,16 @@ class CollectiveProbe:
         self,
         name: str,
         operator: torch._ops.OpOverload,
+        group_index: int,
         keys: torch._C.DispatchKeySet,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        launch = self._before(name, args)
+        group = ProcessGroup.unbox(args[group_index])
+        launch = self._before(name, group, args)
         result = operator.redispatch(keys.remove(_KEY), *args, **kwargs)
         if launch is not None:
-            self._after(launch, _process_group(args), result)
+            self._after(launch, group, result)
         return result
 
     def _wait_tensor(self, keys: torch._C.DispatchKeySet, tensor: torch.Tensor) -> torch.Tensor:
@@ -133,9 +138,9 @@ class CollectiveProbe:
         return result
 
     @shielded
-    def _before(self, name: str, args: Sequence[Any]) -> _Launch | None:
+    def _before(self, name: str, group: ProcessGroup, args: Sequence[Any]) -> _Launch | None:
         """Number the call, and record its inputs if the step is recorded."""
-        member = self.groups.member(_process_group(args))
+        member = self.groups.member(group)
         what = plan(name, args, member)
         wire = self._number(what, member)
         if not self.recorder.active or _is_traced(what):
@@ -166,14 +171,14 @@ class CollectiveProbe:
         return launch
 
     @shielded
-    def _after(self, launch: _Launch, process_group: ProcessGroup, result: Any) -> None:
+    def _after(self, launch: _Launch, group: ProcessGroup, result: Any) -> None:
         """Reserve the events of the completion, and see to it that they are filled."""
         what = launch.plan
         # What a functional send returns is not what it sends: nothing says when that is free again.
         if not what.has_completion or (what.name == "send" and launch.caller.functional):
             return
         tickets = [
-            (ticket, buffer.tensor)
+            (ticket, _memory_of(buffer.tensor))
             for role, buffers in (("input", what.untouched_inputs()), ("output", what.outputs))
             for buffer in buffers
             if (ticket := self._reserve(launch, role, buffer)) is not None
@@ -189,7 +194,7 @@ class CollectiveProbe:
         on_cpu = all(tensor.is_cpu for tensor in tensors)
         caller = launch.caller
         pending = Pending(Work.unbox(handle), tensors, finish, functional=caller.functional)
-        self._works.add(pending, process_group, by_future=on_cpu or caller.from_cpp)
+        self._works.add(pending, group, by_future=on_cpu or caller.from_cpp)
 
     def _reserve(self, launch: _Launch, role: str, buffer: Buffer) -> Ticket | None:
         return self.recorder.reserve(
@@ -239,7 +244,7 @@ class CollectiveProbe:
         """What people read: the operation, its group, and whose data it is, where known."""
         boundary = f"{what.name}[{member.group.name}]"
         buffers = what.outputs or what.inputs
-        by_reducer = caller.from_cpp and self.recorder.position.phase == "backward"
+        by_reducer = caller.from_cpp and caller.in_backward
         owner_of = self._bucket_of if by_reducer else self._owner_of
         names = [name for buffer in buffers if (name := owner_of(buffer.tensor))]
         if not names:
@@ -258,24 +263,30 @@ class CollectiveProbe:
         return next((name for one in self._reducers if (name := one.name_next(tensor))), None)
 
     def _phase(self, what: Plan, caller: Caller, boundary: str) -> str:
-        """Collectives for gradients belong to `grad_sync`, also while backward still runs."""
+        """The loop's phase, which may not know yet that backward has begun.
+
+        Collectives for gradients belong to `grad_sync`, also while backward still runs.
+        """
         phase = self.recorder.position.phase
-        if phase != "backward":
+        if phase not in _UP_TO_BACKWARD:
             return phase
-        is_gradient = (
-            caller.from_cpp
-            or (what.reduces and caller.in_gradient_code)
-            or boundary.endswith(_GRADIENT_ENDS)
-        )
-        return "grad_sync" if is_gradient else phase
+        by_reducer = caller.from_cpp and caller.in_backward
+        by_gradient_code = caller.in_gradient_code and caller.in_backward
+        # What a loop reduces itself between backward and optimizer are its gradients.
+        by_loop = phase == "backward" and not caller.in_backward
+        of_gradient = boundary.endswith(_GRADIENT_ENDS) or by_loop
+        if by_reducer or (what.reduces and (by_gradient_code or of_gradient)):
+            return "grad_sync"
+        return "backward" if caller.in_backward and phase in _BEFORE_BACKWARD else phase
 
 
-def _process_group(args: Sequence[Any]) -> ProcessGroup:
-    return next(
-        ProcessGroup.unbox(arg)
-        for arg in args
-        if isinstance(arg, torch.ScriptObject) and str(arg._type()) == _PROCESS_GROUP
-    )
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as it is now, whatever its owner gives to the tensor later.
+
+    A pipeline stage frees what it has sent by giving the tensor another `.data`.
+    """
+    with torch.no_grad(), _disable_current_modes():
+        return tensor.detach()
 
 
 def _is_traced(what: Plan) -> bool:

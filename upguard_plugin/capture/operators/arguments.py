@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from upguard_plugin.capture.storages import Storage
 from upguard_plugin.trace.batch import NONE
 
 
@@ -19,34 +20,41 @@ class Argument:
     key: int | str  # position in the schema, or name
     element: int  # its index where the argument is a list, else NONE
     tensor: torch.Tensor
+    storage: Storage | None = None  # None: it has none that writes can be tracked of
 
 
-def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Argument]:
+def tensors_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:
     """All tensors that an operator is given, lists included, in the order of the schema."""
+    found: list[Argument] = []
     for position, value in enumerate(args):
         if isinstance(value, torch.Tensor):
-            yield Argument(_ARGS[position], position, NONE, value)
+            found.append(Argument(_ARGS[position], position, NONE, value))
         elif isinstance(value, (list, tuple)):
-            for element, item in enumerate(value):
-                if isinstance(item, torch.Tensor):
-                    yield Argument(f"args.{position}.{element}", position, element, item)
+            _add_list(found, f"args.{position}", position, value)
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
-            yield Argument(f"kwargs.{name}", name, NONE, value)
+            found.append(Argument(f"kwargs.{name}", name, NONE, value))
         elif isinstance(value, (list, tuple)):
-            for element, item in enumerate(value):
-                if isinstance(item, torch.Tensor):
-                    yield Argument(f"kwargs.{name}.{element}", name, element, item)
+            _add_list(found, f"kwargs.{name}", name, value)
+    return found
 
 
-def tensors_returned(result: Any) -> Iterator[Argument]:
+def tensors_returned(result: Any) -> list[Argument]:
     """All tensors that an operator returned."""
     if isinstance(result, torch.Tensor):
-        yield Argument("out", 0, NONE, result)
-    elif isinstance(result, (list, tuple)):
-        for element, item in enumerate(result):
-            if isinstance(item, torch.Tensor):
-                yield Argument(f"out.{element}", 0, element, item)
+        return [Argument("out", 0, NONE, result)]
+    found: list[Argument] = []
+    if isinstance(result, (list, tuple)):
+        _add_list(found, "out", 0, result)
+    return found
+
+
+def _add_list(found: list[Argument], slot: str, key: int | str, values: Sequence[Any]) -> None:
+    for element, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            found.append(Argument(f"{slot}.{element}", key, element, value))
+        elif isinstance(value, (list, tuple)):  # of an operator that returns lists
+            _add_list(found, f"{slot}.{element}", key, value)
 
 
 _ARGS = tuple(f"args.{position}" for position in range(128))

@@ -6,6 +6,9 @@ off, ours is left, and they are put back in their order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -23,3 +26,16 @@ def leave_mode(mode: TorchDispatchMode) -> None:
     mode.__exit__(None, None, None)
     for other in reversed(above):
         _push_mode(other)
+
+
+@contextmanager
+def below_others(mode: TorchDispatchMode) -> Iterator[None]:
+    """Inside, `mode` is entered as the lowest of this thread's modes."""
+    others = [_pop_mode() for _ in range(len(_get_current_dispatch_mode_stack()))]
+    mode.__enter__()
+    for other in reversed(others):
+        _push_mode(other)
+    try:
+        yield
+    finally:
+        leave_mode(mode)

@@ -22,7 +22,7 @@ class Owners:
         self._names = names
         self._optimizers = tuple(optimizers)
         self._by_address: dict[int, str] | None = None
-        self._last = ""
+        self._last: str = ""
 
     def of(self, tensors: Iterable[torch.Tensor]) -> str:
         """The owner of the first tensor that has one; else that of the operator before."""

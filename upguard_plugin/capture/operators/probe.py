@@ -4,8 +4,8 @@ In:  operators, below autograd, as a `TorchDispatchMode` sees them.
 Out: for each, its inputs and its outputs as events of the module (or parameter) it works for.
 
 A tensor that nobody wrote since it was last hashed is not hashed again: the recorder knows from
-`storages.py`, which this probe keeps up to date. What newcomers get wrong: the operators of our own
-hashing run through this mode too. The recorder says when it is at work, and the mode looks away.
+`storages.py`, which this probe keeps up to date. What newcomers get wrong: an operator that is not
+recorded (another module, a view, a bypassed one) may still write, so it has to be followed too.
 """
 
 from __future__ import annotations
@@ -16,37 +16,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from upguard_plugin.capture.operators.arguments import Argument, tensors_in, tensors_returned
-from upguard_plugin.capture.operators.modes import leave_mode
-from upguard_plugin.capture.operators.owners import Owners
-from upguard_plugin.capture.operators.places import NodePlaces, Place, accumulated_parameter
-from upguard_plugin.capture.operators.schema import Operator, describe
-from upguard_plugin.capture.operators.source import SourceFinder
-from upguard_plugin.capture.shield import shielded
-from upguard_plugin.capture.storages import Storages, is_tracked
+from upguard_plugin.capture.operators.arguments import Argument, tensors_given, tensors_returned
+from upguard_plugin.capture.operators.locator import Locator
+from upguard_plugin.capture.operators.modes import below_others, leave_mode
+from upguard_plugin.capture.operators.opaque import OpaqueCode
+from upguard_plugin.capture.operators.places import Place
+from upguard_plugin.capture.operators.schema import Operator, describe, opaque_operator
+from upguard_plugin.capture.operators.sites import Site, Sites
+from upguard_plugin.capture.rng import generator_state
+from upguard_plugin.capture.shield import out_of_sight, shielded
+from upguard_plugin.capture.storages import Storages, extent_of
 from upguard_plugin.trace.batch import NONE
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
 
-
-OUTSIDE = "(outside)"  # the boundary of operators that no module, parameter or node accounts for
 _RNG_SLOT = "generator"
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Running:
     """An operator between its inputs and its outputs."""
 
     operator: Operator
+    arguments: list[Argument]
     place: Place
     phase: str
-    call: int
-    element_owners: tuple[str, ...]  # of a `_foreach_` operator: whom each list element is for
+    site: Site | None = None  # None: it is followed, not recorded
+    call: int = 0
+    element_sites: tuple[Site, ...] = ()  # of a `_foreach_` operator: whom each element is for
 
 
 class OperatorProbe(TorchDispatchMode):
-    """One mode for the whole run; it looks away outside the selected steps and modules."""
+    """One mode for the whole run; it looks away outside the selected steps."""
 
     supports_higher_order_operators = True
 
@@ -58,22 +61,29 @@ class OperatorProbe(TorchDispatchMode):
     def __init__(self, guard: Guard) -> None:
         super().__init__()
         self.recorder = guard.recorder
-        self._guard = guard
         self._position = guard.position
+        self._selected = guard.config.selected_module
         self._storages = Storages()
-        self._nodes = NodePlaces()
-        self._sources = SourceFinder()
-        self._owners = Owners(guard.names, guard.optimizers)
-        self._step = -1
+        self._sites = Sites()
+        self._locator = Locator(guard)
+        self._opaque = OpaqueCode(self)
+        self._entered = False
+        self._step = NONE
 
     def attach(self) -> None:
+        """Enter the mode, for this thread and for the backward threads it starts."""
         self.recorder.storages = self._storages
+        self._opaque.attach()
+        self._entered = True
         self.__enter__()
 
     def detach(self) -> None:
+        """Leave the mode, wherever in the stack it is."""
         leave_mode(self)
+        self._entered = False
+        self._opaque.detach()
         self.recorder.storages = None
-        self._nodes.clear()
+        self._locator.forget()
 
     def __torch_dispatch__(
         self,
@@ -83,138 +93,226 @@ class OperatorProbe(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        recorder = self.recorder
-        if not recorder.active or recorder.at_work:
+        for kind in types:
+            if kind not in _PLAIN:
+                return self._pass_to_subclass(func, args, kwargs)
+        if not self.recorder.active:
             return func(*args, **kwargs)
         running = self._begin(func, args, kwargs)
         result = func(*args, **kwargs)  # what it raises is the user's
         if running is not None:
-            self._finish(running, args, kwargs, result)
+            self._finish(running, result)
         return result
+
+    def _pass_to_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let a subclass run it: the operators on the tensors inside come here by themselves."""
+        if not torch._C._len_torch_dispatch_stack():
+            return NotImplemented
+        with below_others(self):  # the modes below want to see it too, before we see what is inside
+            return func(*args, **kwargs)
+
+    def watches(self) -> bool:
+        """Whether what this thread calls now is the training's, and recorded."""
+        return (
+            self._entered
+            and self.recorder.active
+            and not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+            and not torch.compiler.is_compiling()
+        )
+
+    @shielded
+    def enter_opaque(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool = False
+    ) -> Running | None:
+        """Record the inputs of code that may bypass the dispatcher. writes: all may be written."""
+        if out_of_sight(self.recorder):
+            return None
+        self._follow_step()
+        arguments = [
+            argument
+            for argument in tensors_given(args, kwargs)
+            if not is_traceable_wrapper_subclass(argument.tensor)
+        ]
+        operator = opaque_operator(name, frozenset(a.key for a in arguments) if writes else None)
+        return self._begin_recorded(operator, arguments, kwargs)
+
+    @shielded
+    def leave_opaque(self, running: Running | None, result: Any) -> None:
+        """Record what that code returned; nothing of what it touched is trusted any more."""
+        if running is None:
+            return
+        returned = tensors_returned(result)
+        for argument in returned:
+            argument.storage = self._storages.find(argument.tensor)
+            self._locator.note_node(argument.tensor.grad_fn, running.place)
+        for argument in (*running.arguments, *returned):
+            if argument.storage is not None:
+                argument.storage.known.clear()
+        for argument in running.arguments:
+            if argument.key in running.operator.written:
+                self._written(running, argument, "after")
+        for argument in returned:
+            if argument.storage is not None:
+                argument.storage.forget_blank()
+            if not is_traceable_wrapper_subclass(argument.tensor):
+                self._written(running, argument, None)
+
+    @shielded
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """Somebody gets the address of the tensor's memory: it is never trusted again."""
+        self._storages.lose_sight(tensor, for_good=True)
 
     @shielded
     def _begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Running | None:
-        """Record the inputs. None: the operator is no event."""
+        """Record the inputs. None: there is nothing to be said of the operator's results."""
         if not isinstance(func, torch._ops.OpOverload):
             return None  # a higher-order operator: what it runs comes by itself
-        if self._step != self._position.step:
-            self._begin_step()
+        self._follow_step()
         operator = describe(func)
-        arguments = list(tensors_in(args, kwargs))
+        if operator.is_view or not operator.is_observed:
+            self._locator.place_quickly()
+            return None
+        arguments = tensors_given(args, kwargs)
         if operator.is_collective:
             for argument in arguments:
                 self._storages.lose_sight(argument.tensor)
             return None
-        place, phase = self._place(arguments)
-        if operator.is_view or not operator.is_observed:
-            return None
-        if any(is_traceable_wrapper_subclass(argument.tensor) for argument in arguments):
-            return None  # the operators on the tensors inside come by themselves
-        running = self._running(operator, place, phase, arguments)
-        if operator.is_random:
-            self._record_generator(running, args, kwargs)
+        return self._begin_recorded(operator, arguments, kwargs)
+
+    def _begin_recorded(
+        self, operator: Operator, arguments: list[Argument], kwargs: dict[str, Any]
+    ) -> Running | None:
+        find = self._storages.find
         for argument in arguments:
-            if self._has_value(operator, argument):
-                moment = "before" if argument.key in operator.written else None
-                self._record(running, argument, "input", moment)
+            argument.storage = find(argument.tensor)
+        place, phase = self._locator.place_of(arguments)
+        if not self._is_selected(place.boundary, phase):
+            return Running(operator, arguments, place, phase) if operator.has_effects else None
+        running, site = self._running(operator, place, phase, arguments)
+        if operator.is_random:
+            self._record_generator(running, site, kwargs)
+        if not operator.makes_uninitialised:
+            for argument in arguments:
+                if self._has_value(operator, argument):
+                    moment = "before" if argument.key in operator.written else None
+                    self._record(running, argument, "input", moment)
         return running
 
     @shielded
-    def _finish(
-        self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def _finish(self, running: Running, result: Any) -> None:
         """Record what the operator wrote, then what it returned."""
-        operator, storages = running.operator, self._storages
-        known = set()  # storages whose values are recorded already, or are no results
-        for argument in tensors_in(args, kwargs):
-            if argument.key in operator.written:
-                self._written(running, argument, "after")
-            if is_tracked(argument.tensor):
-                known.add(argument.tensor.untyped_storage()._cdata)
+        operator, arguments = running.operator, running.arguments
+        if operator.makes_uninitialised:
+            self._made_blank(arguments, result)
+            return
+        if operator.written:
+            for argument in arguments:
+                if argument.key in operator.written:
+                    self._written(running, argument, "after")
+        elif operator.is_foreign:
+            for argument in arguments:
+                if argument.storage is not None:
+                    argument.storage.known.clear()
+        known = [argument.storage for argument in arguments if argument.storage is not None]
         for returned in tensors_returned(result):
-            tensor = returned.tensor
-            if not is_tracked(tensor):
-                self._record(running, returned, "output", None)
-            elif operator.makes_uninitialised:
-                storages.of(tensor).initialised = False
-            elif tensor.untyped_storage()._cdata not in known:
+            if operator.written and any(a.tensor is returned.tensor for a in arguments):
+                continue  # its version counter has not moved yet: it must not be looked up now
+            returned.storage = self._storages.find(returned.tensor)
+            if returned.storage not in known or operator.writes_its_result:
                 self._written(running, returned, None)
+                if operator.writes_its_result:
+                    break
 
     def _written(self, running: Running, argument: Argument, moment: str | None) -> None:
         """Record what the operator left in a tensor, and that it wrote it."""
-        tensor = argument.tensor
-        if is_tracked(tensor):
-            self._storages.writing(tensor, in_place=moment is not None)
+        storage, tensor = argument.storage, argument.tensor
+        if storage is None:
+            if moment is not None:
+                # Which memory is behind a tensor of this kind is not known: it may be any.
+                self._storages.forget_hashes()
+            self._record(running, argument, "output", moment)
+            return
+        self._storages.writing(storage, tensor, running.phase, moment is not None)
         writer = self._record(running, argument, "output", moment)
-        if is_tracked(tensor):
-            self._storages.of(tensor).note_writer(tensor, writer)
+        storage.note_writer(extent_of(tensor), writer)
+
+    def _made_blank(self, arguments: list[Argument], result: Any) -> None:
+        """The result of an operator that allocates and does not write."""
+        for argument in arguments:
+            if argument.storage is not None and argument.tensor is result:  # resize_
+                before = argument.storage.memory[1]
+                self._storages.of(result).grow_blank(before)
+                return
+        for returned in tensors_returned(result):
+            storage = self._storages.find(returned.tensor)
+            if storage is not None:
+                storage.make_blank()
 
     def _running(
         self, operator: Operator, place: Place, phase: str, arguments: list[Argument]
-    ) -> Running:
-        owners: tuple[str, ...] = ()
-        if phase == "optimizer" and not place.boundary:
-            if operator.is_foreach:
-                elements: dict[int, list[torch.Tensor]] = {}
-                for argument in arguments:
-                    elements.setdefault(argument.element, []).append(argument.tensor)
-                elements.pop(NONE, None)
-                owners = tuple(self._owners.of(elements[i]) for i in sorted(elements))
-            else:
-                owner = self._owners.of(argument.tensor for argument in arguments)
-                place = Place(owner, place.microbatch, place.source)
-        boundary = place.boundary or OUTSIDE
-        call = self._position.next_call(f"{boundary} {operator.name} {phase}")
-        return Running(operator, place, phase, call, owners)
+    ) -> tuple[Running, Site]:
+        boundary, source, sites = place.boundary, place.source, self._sites
+        elements: tuple[Site, ...] = ()
+        if operator.is_foreach:
+            owners = self._locator.element_owners(arguments, phase)
+            elements = tuple(sites.of(owner, operator.name, phase, source) for owner in owners)
+        site = sites.of(boundary, operator.name, phase, source)
+        call = sites.next_call(site, place.microbatch, self._position.module_call)
+        return Running(operator, arguments, place, phase, site, call, elements), site
+
+    def _is_selected(self, boundary: str, phase: str) -> bool:
+        if phase in self.recorder.phases_left_out:
+            return False
+        # A parameter's operators are selected with the parameter, or with its module.
+        return self._selected(boundary) or self._selected(boundary.rpartition(".")[0])
 
     def _has_value(self, operator: Operator, argument: Argument) -> bool:
         """Whether an argument holds a value of the run when the operator begins."""
-        if not is_tracked(argument.tensor):
-            return True
         if argument.key in operator.written and isinstance(argument.key, str):
             return False  # out=: what was in that memory before plays no part
-        return self._storages.of(argument.tensor).initialised
-
-    def _place(self, arguments: list[Argument]) -> tuple[Place, str]:
-        """Where in the program, and in which phase, the operator runs."""
-        position = self._position
-        node = torch._C._current_autograd_node()
-        if node is None or position.module:  # a module that runs in backward recomputes its forward
-            source = self._sources.nearest(depth=5)
-            place = Place(position.module, position.microbatch, source)
-            self._nodes.note(place)
-            return place, position.phase
-        parameter = accumulated_parameter(node)
-        if parameter is not None:
-            name = self._guard.names.of(parameter) or OUTSIDE
-            return Place(name, position.microbatch, None), "accumulate"
-        place = self._nodes.of(node)
-        if place is None:
-            place = Place(node.name(), position.microbatch, None)
-        return place, "backward"
+        return argument.storage is None or argument.storage.has_value(argument.tensor)
 
     def _record(self, running: Running, argument: Argument, role: str, moment: str | None) -> int:
-        place = running.place
-        boundary = place.boundary or OUTSIDE
-        if running.element_owners and argument.element != NONE:
-            boundary = running.element_owners[argument.element] or OUTSIDE
-        return self.recorder.record(
-            boundary, argument.tensor, role=role, slot=argument.slot, phase=running.phase,
-            operator=running.operator.name, moment=moment, microbatch=place.microbatch,
-            call=running.call, source=place.source,
+        site = running.site
+        if site is None:
+            return NONE
+        if running.element_sites and argument.element != NONE:
+            site = running.element_sites[argument.element]
+        key = site.key(self.recorder, argument, role, moment)
+        return self.recorder.record_as(
+            key, argument.tensor, None, running.place.microbatch, running.call,
+            storage=argument.storage,
         )  # fmt: skip
 
-    def _record_generator(
-        self, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _record_generator(self, running: Running, site: Site, kwargs: dict[str, Any]) -> None:
         """The state that the operator will draw from is one of its inputs."""
         generator = kwargs.get("generator")
-        generator = generator if generator is not None else torch.default_generator
-        state = generator.get_state()
-        argument = Argument(_RNG_SLOT, _RNG_SLOT, NONE, state)
-        self._record(running, argument, "rng", None)
+        if generator is None:
+            device = next((argument.tensor.device for argument in running.arguments), None)
+            generator = _default_generator(kwargs.get("device") or device)
+        if generator is not None:
+            self.recorder.record_bytes(
+                site.boundary, generator_state(generator), role="rng", slot=_RNG_SLOT,
+                phase=running.phase, call=running.call, operator=site.operator,
+                microbatch=running.place.microbatch,
+            )  # fmt: skip
 
-    def _begin_step(self) -> None:
+    def _follow_step(self) -> None:
+        if self._position.step == self._step:
+            return
+        if self._position.step != self._step + 1:
+            self._storages.forget_all()  # nobody followed what was written meanwhile
         self._step = self._position.step
-        self._nodes.clear()
-        self._owners.forget()
+        self._sites.begin_step()
+        self._locator.forget()
+
+
+def _default_generator(device: Any) -> torch.Generator | None:
+    """The generator an operator on the device draws from, where it can be read without waiting."""
+    device = torch.device(device or "cpu")
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]

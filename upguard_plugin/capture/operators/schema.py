@@ -19,6 +19,18 @@ _UNINITIALISED = {
 # They compute nothing of the run: bookkeeping of the profiler and of autograd.
 _UNOBSERVED_NAMESPACES = {"profiler", "prim", "prims"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+# Arguments that are written although the schema does not say so. `tests/capture/
+# test_operator_writes.py` runs those that run on a CPU, and looks for others.
+UNANNOTATED_WRITES: dict[str, tuple[str, ...]] = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
+    "aten::batch_norm_update_stats": ("running_mean", "running_var"),
+}
+# Its first result is what it wrote into the memory of an argument.
+_WRITES_ITS_RESULT = {"fsdp::all_gather_copy_in"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +44,14 @@ class Operator:
     is_foreach: bool  # element i of each list argument belongs together
     is_collective: bool  # seen by the collective probe; its buffers are in flight afterwards
     makes_uninitialised: bool
+    writes_its_result: bool
     is_observed: bool
+    is_foreign: bool  # not torch's own: its schema may be silent on what it writes
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether it has to be followed where it is not recorded."""
+        return bool(self.written) or self.is_foreign or self.makes_uninitialised
 
 
 @cache
@@ -41,18 +60,41 @@ def describe(overload: torch._ops.OpOverload) -> Operator:
     schema = overload._schema
     namespace = overload.namespace
     name = schema.name.split("::", 1)[1]
+    unannotated = UNANNOTATED_WRITES.get(schema.name, ())
     written: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        annotated = argument.alias_info is not None and argument.alias_info.is_write
+        if annotated or argument.name in unannotated:
             written.add(argument.name if argument.kwarg_only else position)
     aliases = [value.alias_info for value in schema.returns]
     return Operator(
         name=f"{namespace}.{name}",
         written=frozenset(written),
-        is_view=bool(aliases) and not written and all(alias is not None for alias in aliases),
+        # `set_` gives a tensor another storage: it writes no memory.
+        is_view=name == "set_"
+        or (bool(aliases) and not written and all(alias is not None for alias in aliases)),
         is_random=torch.Tag.nondeterministic_seeded in overload.tags,
         is_foreach=name.startswith(("_foreach_", "_fused_", "_amp_foreach_")),
         is_collective=namespace in _COLLECTIVE_NAMESPACES,
         makes_uninitialised=namespace == "aten" and name in _UNINITIALISED,
+        writes_its_result=schema.name in _WRITES_ITS_RESULT,
         is_observed=namespace not in _UNOBSERVED_NAMESPACES,
+        is_foreign=namespace != "aten",
+    )
+
+
+@cache
+def opaque_operator(name: str, written: frozenset[int | str] | None = None) -> Operator:
+    """Code that is no operator, but a boundary like one: what it calls may not be seen."""
+    return Operator(
+        name=name,
+        written=written or frozenset(),
+        is_view=False,
+        is_random=False,
+        is_foreach=False,
+        is_collective=False,
+        makes_uninitialised=False,
+        writes_its_result=False,
+        is_observed=True,
+        is_foreign=True,
     )

@@ -14,35 +14,32 @@ import torch
 
 from upguard_plugin.records import Source
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen")
 
 
 class SourceFinder:
     """Finds and interns source lines."""
 
     def __init__(self) -> None:
-        self._is_user: dict[CodeType, bool] = {}
-        self._sources: dict[tuple[CodeType, int], Source] = {}
+        # By id: code objects are slow to hash. They are kept alive, so an id stays its own.
+        self._lines: dict[int, dict[int, Source] | None] = {}  # None: not the user's code
+        self._codes: list[CodeType] = []
 
     def nearest(self, depth: int = 1) -> Source | None:
         """The user's line nearest to the caller `depth` frames up; None if there is none."""
         frame = sys._getframe(depth)
-        is_user = self._is_user
+        known = self._lines
         while frame is not None:
             code = frame.f_code
-            wanted = is_user.get(code)
-            if wanted is None:
-                wanted = is_user[code] = _is_user_code(code)
-            if wanted:
-                place = (code, frame.f_lineno)
-                source = self._sources.get(place)
-                if source is None:
-                    source = self._sources[place] = Source(code.co_filename, frame.f_lineno)
-                return source
+            if id(code) not in known:
+                self._codes.append(code)
+                is_user = not code.co_filename.startswith(_LIBRARIES)
+                known[id(code)] = {} if is_user else None
+            lines = known[id(code)]
+            if lines is not None:
+                line = frame.f_lineno
+                if line not in lines:
+                    lines[line] = Source(code.co_filename, line)
+                return lines[line]
             frame = frame.f_back  # type: ignore[assignment]
         return None
-
-
-def _is_user_code(code: CodeType) -> bool:
-    filename = code.co_filename
-    return not filename.startswith((*_LIBRARIES, "<frozen"))

@@ -1,0 +1,60 @@
+"""A write that torch does not show: the tensor was overwritten, and its reader is not blamed."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.bugs.training import Deed, compare, found, record
+
+SMALL = {"num_layers": 1, "width": 16, "num_heads": 2, "vocabulary": 32, "length": 8}
+
+
+def by_numpy(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy().reshape(-1)[5] += 1
+
+
+def by_address(tensor: torch.Tensor) -> None:
+    element = ctypes.c_float.from_address(tensor.data_ptr() + 20)
+    element.value += 1
+
+
+def overwriting(write: Callable[[torch.Tensor], None]) -> Deed:
+    """From step 1 on, the output of an activation is overwritten behind torch's back."""
+
+    def plant(model, optimizer, step):
+        if step == 1:
+            act = model.blocks[0].mlp.act
+            act.register_forward_hook(lambda module, args, output: write(output))
+
+    return plant
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("clean") / "clean", level="op", **SMALL)
+
+
+@pytest.mark.parametrize("write", [by_numpy, by_address])
+def test_a_write_that_bypasses_torch_is_an_overwritten_tensor(clean, tmp_path, write):
+    faulty = record(tmp_path / "faulty", level="op", before_step=overwriting(write), **SMALL)
+
+    verdict = compare(clean, faulty)
+
+    assert found(verdict, "step", "phase", "boundary", "role") == (
+        1, "forward", "blocks.0.mlp.fc2", "input",
+    )  # fmt: skip
+    first = verdict["first_divergence"]
+    assert "overwritten in between" in first["explanation"]
+    assert first["producer"]["boundary"] == "blocks.0.mlp.act"
+
+
+def test_an_array_that_is_only_read_changes_nothing(clean, tmp_path):
+    def read(tensor: torch.Tensor) -> None:
+        tensor.detach().numpy().sum()
+
+    again = record(tmp_path / "again", level="op", before_step=overwriting(read), **SMALL)
+    assert compare(clean, again)["verdict"] == "identical"

@@ -1,0 +1,76 @@
+"""Level `op` on a part of the run: what is recorded, and that the rest is followed all the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.capture.operator_run import calls_of, events_of, train
+from upguard_plugin.trace.reader import open_trace
+
+
+class Writer(nn.Module):
+    """Writes its input in place, where nobody records."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x
+
+
+class Reader(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader, self.writer, self.lin = Reader(), Writer(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.reader(x)
+        kept = torch.empty_like(y)
+        self.reader(y)
+        self.writer(y)
+        kept.copy_(y)
+        return self.lin(self.reader(y) + self.reader(kept))
+
+
+def test_only_selected_modules_are_recorded_and_writes_elsewhere_are_seen(tmp_path):
+    run = train(tmp_path / "run", Net(), modules="reader")
+
+    assert {(c.boundary, c.operator) for c in calls_of(run)} == {("reader", "aten.mul")}
+    reads = [e.h for e in events_of(run) if e.role == "input" and e.phase == "forward"]
+    assert len(reads) == 4
+    assert reads[1] != reads[2] == reads[3]
+
+
+def test_only_selected_phases_are_recorded(tmp_path):
+    run = train(tmp_path / "run", nn.Linear(4, 4), phases="backward,optimizer")
+    batch = open_trace(run).read(0, 0)
+    assert {batch.key_of(row).phase for row in range(len(batch))} == {"backward", "optimizer"}
+    assert {c.operator for c in calls_of(run)} >= {"aten.mm", "aten.add_"}
+
+
+def test_steps_between_recorded_ones_leave_no_old_hash(tmp_path):
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+            self.state = torch.zeros(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state.data.add_(1)
+            return self.lin(x) + self.state
+
+    every = train(tmp_path / "every", Counting(), steps=5)
+    some = train(tmp_path / "some", Counting(), steps=5, steps_recorded="0,3-4")
+    for step in (0, 3, 4):
+        ours, theirs = ([(e.operator, e.h) for e in events_of(r, step)] for r in (some, every))
+        assert ours == theirs
+
+
+def test_the_parameters_of_a_selected_module_are_followed_into_the_optimizer(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    run = train(tmp_path / "run", model, modules="1")
+    assert {c.boundary for c in calls_of(run) if c.phase == "optimizer"} == {"1.weight", "1.bias"}

@@ -1,0 +1,113 @@
+"""`upguard check` on real runs of two gloo ranks: faults are found, clean twins are silent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import checked
+import pytest
+from click.testing import CliRunner
+from ranks import Ranks
+
+from upguard_plugin.cli import upguard
+
+
+def check(run: Path) -> dict[str, Any]:
+    result = CliRunner().invoke(upguard, ["check", str(run), "--format", "json"])
+    assert result.exit_code in (0, 1), result.output
+    report = json.loads(result.output)
+    assert result.exit_code == (1 if report["broken"] else 0)
+    return report
+
+
+@pytest.mark.parametrize("level", ["stage", "module", "op"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp named"])
+def test_nothing_is_broken_in_a_clean_run(
+    two_ranks: Ranks, tmp_path: Path, kind: str, level: str
+) -> None:
+    two_ranks.run(checked.train, kind, str(tmp_path / "run"), level)
+    report = check(tmp_path / "run")
+    assert report["broken"] == []
+    assert report["suspects"] == []
+    assert report["checked"]["collectives-match"] > 0
+
+
+def fields(broken: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("invariant", "step", "phase", "boundary", "role", "ranks")
+    return tuple(broken[name] for name in names)
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "phase", "role"),
+    [("gradient", 1, "grad_sync", "grad"), ("weight", 2, "start", "param")],
+)
+def test_replicas_that_drift_are_found_where_they_part(
+    two_ranks: Ranks, tmp_path: Path, fault: str, step: int, phase: str, role: str
+) -> None:
+    two_ranks.run(checked.train, "ddp", str(tmp_path / "run"), "module", fault)
+
+    first = check(tmp_path / "run")["broken"][0]
+
+    assert fields(first) == ("replicas-agree", step, phase, "0.weight", role, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "invariant", "ranks"),
+    [
+        ("other op", "collectives-match", [0, 1]),
+        ("all_reduce", "outputs-agree", [0, 1]),
+        ("all_gather", "data-conserved", [1]),
+        ("scatter", "data-conserved", [0, 1]),
+        ("all_to_all", "data-conserved", [0, 1]),
+        ("integer sum", "data-conserved", [1]),
+        ("message", "received-is-sent", [1]),
+    ],
+)
+def test_a_collective_that_goes_wrong_is_found(
+    two_ranks: Ranks, tmp_path: Path, kind: str, invariant: str, ranks: list[int]
+) -> None:
+    two_ranks.run(checked.collective, kind, str(tmp_path / "wrong"), True)
+    two_ranks.run(checked.collective, kind, str(tmp_path / "right"), False)
+
+    broken = {one["invariant"]: one for one in check(tmp_path / "wrong")["broken"]}
+    clean = check(tmp_path / "right")
+
+    assert broken[invariant]["ranks"] == ranks
+    assert clean["broken"] == [] and clean["checked"][invariant] > 0
+
+
+CASES = {
+    checked.overwritten_bucket: (
+        "inputs-unchanged", 0, "grad_sync", "all_gather[world]", "input", [0],
+    ),
+    checked.early_branch: (
+        "replicas-agree", 0, "grad_sync", "branch.a.weight", "grad", [0, 1],
+    ),
+    checked.forgotten_partial: (
+        "replicas-agree", 0, "grad_sync", "gate.weight", "grad", [0, 1],
+    ),
+    checked.stale_weights: (
+        "replicas-agree", 1, "forward", "1.weight", "param", [0, 1],
+    ),
+    checked.unreduced_amax: (
+        "replicas-agree", 0, "backward", "qkv.input_amax", "buffer", [0, 1],
+    ),
+    checked.averaged_alone: (
+        "alone-unchanged", 0, "grad_sync", "reduce_scatter[dp1]", "output", [1],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_a_public_bug_is_named_exactly_and_its_twin_is_silent(
+    two_ranks: Ranks, tmp_path: Path, case: Any
+) -> None:
+    answer = CASES[case]
+    two_ranks.run(case, str(tmp_path / "faulty"), True)
+    two_ranks.run(case, str(tmp_path / "twin"), False)
+
+    assert fields(check(tmp_path / "faulty")["broken"][0]) == answer
+    twin = check(tmp_path / "twin")
+    assert twin["broken"] == [] and twin["checked"][answer[0]] > 0

@@ -1,0 +1,78 @@
+"""What the tests and their ranks say to each other, as JSON. Knows no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 900.0
+FAULT_STEP = 1  # in which a fault is active
+
+
+@dataclass(frozen=True)
+class Job:
+    """One short training of a small Megatron GPT."""
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    distributed: bool = False  # the optimizer
+    overlap: bool = False
+    dtype: str = "fp32"
+    experts: int = 0
+    gated: bool = False
+    query_groups: int = 4
+    recompute: bool = False
+    untied: bool = True
+    evaluate: bool = False
+    level: str | None = "module"  # None: without capture
+    fault: str = ""
+    program: str = ""
+    clip: float = 1e6
+    layers: int = 4
+    num_steps: int = 2
+    num_microbatches: int = 4
+    infinite: bool = False  # a gradient of the first step overflows
+
+
+def train(jobs: Sequence[Job], folder: Path, num_ranks: int = 2) -> dict[str, list[dict]]:
+    """Run the jobs in turn on that many processes. By job: what each rank says of it."""
+    (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
+    inherited = {k: v for k, v in os.environ.items() if "UPGUARD" not in k}
+    env = inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    processes = []
+    for rank in range(num_ranks):
+        with (folder / f"rank-{rank}.log").open("wb") as log:
+            command = [sys.executable, "-m", "tests.megatron_adapter.worker"]
+            processes.append(
+                subprocess.Popen(
+                    [*command, str(rank), str(num_ranks), str(folder)],
+                    cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT,
+                )
+            )  # fmt: skip
+    deadline_s = time.monotonic() + TIMEOUT_S
+    try:
+        while any(p.poll() is None for p in processes) and time.monotonic() < deadline_s:
+            if any(p.poll() for p in processes):
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    failed = [r for r, p in enumerate(processes) if p.returncode != 0]
+    if failed:
+        first = min(failed, key=lambda r: processes[r].returncode < 0)
+        raise AssertionError((folder / f"rank-{first}.log").read_text(errors="replace")[-6000:])
+    said = [json.loads((folder / f"said-{rank}.json").read_text()) for rank in range(num_ranks)]
+    return {job.name: [rank[job.name] for rank in said] for job in jobs}

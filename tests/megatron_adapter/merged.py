@@ -1,0 +1,66 @@
+"""Fingerprints of whole tensors, added up from what the ranks of a trace hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from upguard_plugin.placement_cover import check_cover
+from upguard_plugin.records import EventKey, Fingerprint, Placement
+from upguard_plugin.trace.reader import open_trace
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One event of one rank."""
+
+    rank: int
+    step: int
+    microbatch: int
+    seq: int
+    call: int
+    key: EventKey
+    h: int
+    s: int
+
+
+def events(run: Path) -> Iterator[Seen]:
+    """All events of a run, rank by rank in program order."""
+    trace = open_trace(run)
+    for rank in trace.ranks:
+        for entry in trace.steps(rank):
+            batch = trace.read(rank, entry.step)
+            for i in range(len(batch)):
+                yield Seen(
+                    rank, batch.step, int(batch.microbatch[i]), int(batch.seq[i]),
+                    int(batch.call[i]), batch.key_of(i), int(batch.h[i]), int(batch.s[i]),
+                )  # fmt: skip
+
+
+def whole(parts: list[Seen]) -> Fingerprint:
+    """The fingerprint of the logical tensor of which these events are parts or replicas.
+
+    Raises PlacementError if they do not make it up, ValueError if replicas differ.
+    """
+    by_place: dict[tuple, Seen] = {}
+    for part in parts:
+        placement = part.key.placement
+        assert placement is not None, f"{part.key.boundary} {part.key.slot}: placement unknown"
+        assert not placement.partial, f"{part.key.boundary}: a partial sum over {placement.partial}"
+        other = by_place.setdefault(placement.pieces, part)
+        if (other.h, other.s) != (part.h, part.s):
+            raise ValueError(f"replicas of {part.key.boundary} differ")
+    first = parts[0].key
+    check_cover([_placement(part) for part in by_place.values()], first.boundary)
+    total, *rest = [
+        Fingerprint(p.h, p.s, p.key.dtype, _placement(p).logical_shape) for p in by_place.values()
+    ]
+    for part in rest:
+        total = total + part
+    return total
+
+
+def _placement(part: Seen) -> Placement:
+    assert part.key.placement is not None
+    return part.key.placement

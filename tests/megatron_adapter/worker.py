@@ -1,0 +1,94 @@
+"""One rank of the tests: all jobs in one process, because importing Megatron takes longer.
+
+python -m tests.megatron_adapter.worker RANK NUM_RANKS FOLDER
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.megatron_adapter.jobs import FAULT_STEP, Job
+from upguard_plugin.launch.cpu_emulation import emulate_cuda
+
+
+def run_job(job: Job, folder: Path) -> dict[str, Any]:
+    """Train as the job says; every rank calls it."""
+    from tests.megatron_adapter.faults import FAULTS
+    from tests.megatron_adapter.gathered import gather
+    from tests.megatron_adapter.model import build, train_step
+    from upguard_plugin.integrations.megatron import attach
+
+    trainer = build(job)
+    guard = None
+    if job.level is not None:
+        settings = {"output_dir": str(folder / "runs" / job.name), "level": job.level}
+        settings["program"] = job.program or job.fault or "plain"
+        guard = attach(trainer.chunks, trainer.optimizer, settings)
+    said: dict[str, Any] = {"steps": []}
+    for step in range(job.num_steps):
+        undo = FAULTS[job.fault](trainer) if job.fault and step == FAULT_STEP else None
+        if job.evaluate:
+            evaluate(trainer, step)
+        success, norm, _ = train_step(trainer, step)
+        said["steps"].append([bool(success), norm])
+        if undo is not None:
+            undo()
+        if guard is not None:
+            guard.step()
+    if job.overlap and job.distributed:
+        for chunk in trainer.chunks:
+            chunk.start_param_sync(force_sync=True)
+    said["end"] = gather(trainer)
+    if guard is not None:
+        guard.close()
+    digest = hashlib.sha256()
+    for chunk in trainer.chunks:
+        for parameter in chunk.parameters():
+            digest.update(
+                parameter.detach().contiguous().view(-1).numpy(force=True).tobytes()
+                if parameter.dtype.itemsize > 2
+                else parameter.detach().float().numpy().tobytes()
+            )
+    said["weights"] = digest.hexdigest()
+    return said
+
+
+def evaluate(trainer: Any, step: int) -> None:
+    """Forward only, as Megatron's own evaluation does."""
+    import torch
+
+    from tests.megatron_adapter.model import train_step
+
+    for chunk in trainer.chunks:
+        chunk.eval()
+    with torch.no_grad():
+        train_step(trainer, 100 + step, forward_only=True)
+    for chunk in trainer.chunks:
+        chunk.train()
+
+
+def main(rank: int, num_ranks: int, folder: Path) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    warnings.simplefilter("ignore")
+    with emulate_cuda():
+        import torch
+
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group(
+            "nccl", init_method=f"file://{folder / 'store'}", rank=rank, world_size=num_ranks
+        )
+        jobs = [Job(**entry) for entry in json.loads((folder / "jobs.json").read_text())]
+        said = {job.name: run_job(job, folder) for job in jobs}
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    (folder / f"said-{rank}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

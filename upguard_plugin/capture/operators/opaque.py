@@ -1,0 +1,132 @@
+"""Named boundaries around code that may bypass the dispatcher.
+
+In:  calls of `torch.autograd.Function` (forward and backward), launches of Triton kernels, and
+     tensors whose memory is handed out of torch (`numpy()`, DLPack, `data_ptr()`).
+Out: events of operator `autograd.<Class>` or `triton.<kernel>`; and storages that are trusted no
+     more: what such code wrote was not seen, so what it touched is hashed again.
+
+All of it is attribute replacement on classes of torch and Triton; `detach` takes it back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import BackwardCFunction, Function
+
+if TYPE_CHECKING:
+    from upguard_plugin.capture.operators.probe import OperatorProbe
+
+_HANDED_OUT = ("numpy", "__dlpack__", "data_ptr")
+
+
+class OpaqueCode:
+    """Stands around opaque code and tells the operator probe of it."""
+
+    def __init__(self, probe: OperatorProbe) -> None:
+        self._probe = probe
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self) -> None:
+        """Replace the attributes."""
+        self._replace(Function, "apply", self._function(Function.__dict__["apply"].__func__))
+        self._replace(BackwardCFunction, "apply", self._backward(BackwardCFunction.apply))
+        self._replace(
+            BackwardCFunction, "apply_boxed", self._backward(BackwardCFunction.apply_boxed)
+        )
+        for name in _HANDED_OUT:
+            self._replace(torch.Tensor, name, self._export(getattr(torch.Tensor, name)))
+        if "triton" in sys.modules:
+            from triton.runtime.jit import KernelInterface  # optional, and loaded already
+
+            self._replace(KernelInterface, "__getitem__", self._launch(KernelInterface.__getitem__))
+
+    def detach(self) -> None:
+        """Put back what was there."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: type, name: str, new: Any) -> None:
+        inherited = name not in owner.__dict__
+        old = owner.__dict__.get(name)
+        setattr(owner, name, new)
+
+        def undo() -> None:
+            if owner.__dict__.get(name) is not new:
+                return  # somebody has put himself around ours since: ours does nothing from now on
+            if inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+
+        self._undo.append(undo)
+
+    def _function(self, original: Callable[..., Any]) -> Any:
+        probe = self._probe
+
+        @wraps(original)
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if not probe.watches():
+                return original(cls, *args, **kwargs)
+            running = probe.enter_opaque(f"autograd.{cls.__name__}", args, kwargs)
+            result = original(cls, *args, **kwargs)
+            probe.leave_opaque(running, result)
+            return result
+
+        return classmethod(apply)
+
+    def _backward(self, original: Callable[..., Any]) -> Any:
+        probe = self._probe
+
+        @wraps(original)
+        def apply(node: Any, *grads: Any) -> Any:
+            if not probe.watches():
+                return original(node, *grads)
+            name = f"autograd.{node._forward_cls.__name__}"
+            running = probe.enter_opaque(name, grads, {})
+            result = original(node, *grads)
+            probe.leave_opaque(running, result)
+            return result
+
+        return apply
+
+    def _launch(self, original: Callable[..., Any]) -> Any:
+        probe = self._probe
+
+        @wraps(original)
+        def get_launcher(kernel: Any, grid: Any) -> Any:
+            launcher = original(kernel, grid)
+
+            def launch(*args: Any, **kwargs: Any) -> Any:
+                if not probe.watches():
+                    return launcher(*args, **kwargs)
+                name = f"triton.{_name_of(kernel)}"
+                running = probe.enter_opaque(name, args, kwargs, writes=True)
+                result = launcher(*args, **kwargs)
+                probe.leave_opaque(running, None)
+                return result
+
+            return launch
+
+        return get_launcher
+
+    def _export(self, original: Callable[..., Any]) -> Any:
+        probe = self._probe
+
+        @wraps(original)
+        def export(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if probe.watches():
+                probe.hand_out(tensor)
+            return original(tensor, *args, **kwargs)
+
+        return export
+
+
+def _name_of(kernel: Any) -> str:
+    while not isinstance(getattr(kernel, "__name__", None), str):
+        kernel = kernel.fn  # an autotuner, a heuristic
+    return str(kernel.__name__)

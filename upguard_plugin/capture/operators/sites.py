@@ -1,0 +1,80 @@
+"""Places in the program where one operator is called again and again.
+
+What does not change from call to call (the event keys) is worked out once for each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from upguard_plugin.capture.operators.arguments import Argument
+from upguard_plugin.records import Source
+
+if TYPE_CHECKING:
+    from upguard_plugin.capture.recorder import Recorder
+
+
+class Site:
+    """One operator called from one line for one boundary, in one phase."""
+
+    __slots__ = ("_keys", "boundary", "operator", "phase", "source")
+
+    def __init__(self, boundary: str, operator: str, phase: str, source: Source | None) -> None:
+        self.boundary, self.operator = boundary, operator
+        self.phase, self.source = phase, source
+        self._keys: dict[tuple[str, str, str | None, torch.dtype, torch.Size], int] = {}
+
+    def key(self, recorder: Recorder, argument: Argument, role: str, moment: str | None) -> int:
+        """The recorder's key for the event of a tensor here; NONE for a role left out."""
+        tensor = argument.tensor
+        kind = (argument.slot, role, moment, tensor.dtype, tensor.shape)
+        key = self._keys.get(kind)
+        if key is None:
+            key = self._keys[kind] = recorder.key_of(
+                self.boundary, tensor, role=role, slot=argument.slot, phase=self.phase,
+                operator=self.operator, placement=None, source=self.source, moment=moment,
+            )  # fmt: skip
+        return key
+
+
+class Sites:
+    """All sites of a run, and how often each operator was called in this step."""
+
+    def __init__(self) -> None:
+        self._sites: dict[tuple[str, str, str, int], Site] = {}
+        self._calls: dict[tuple[str, str, str, int], int] = {}
+        self._firsts: dict[tuple[str, str, int, int], int] = {}
+        self._repeated: dict[tuple[str, str, int, int], int] = {}
+
+    def of(self, boundary: str, operator: str, phase: str, source: Source | None) -> Site:
+        """The site of these, made once. Sources are interned by whoever found them."""
+        name = (boundary, operator, phase, id(source))
+        site = self._sites.get(name)
+        if site is None:
+            site = self._sites[name] = Site(boundary, operator, phase, source)
+        return site
+
+    def next_call(self, site: Site, microbatch: int, module_call: int) -> int:
+        """Number this call of the operator in its boundary, phase and micro-batch, from 0.
+
+        In recompute: the number that the forward gave it, in that call of the module.
+        """
+        inside = (site.boundary, site.operator, microbatch, module_call)
+        if site.phase == "recompute":
+            repeated = self._repeated.get(inside, 0)
+            self._repeated[inside] = repeated + 1
+            return self._firsts.get(inside, 0) + repeated
+        name = (site.boundary, site.operator, site.phase, microbatch)
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        if site.phase != "backward":
+            self._firsts.setdefault(inside, call)
+        return call
+
+    def begin_step(self) -> None:
+        """Count from 0 again."""
+        self._calls.clear()
+        self._firsts.clear()
+        self._repeated.clear()

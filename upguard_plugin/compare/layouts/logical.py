@@ -1,0 +1,185 @@
+"""Two runs of other layouts as two runs of one rank.
+
+In:  two runs.
+Out: two `LogicalRun`s, which compare reads like any run: rank 0 holds the events of the logical
+     tensors. What one side cannot merge is left out on both, counted by its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from upguard_plugin.compare.layouts.merge import (
+    LogicalEvent,
+    LogicalStep,
+    Name,
+    dp_index,
+    merge_step,
+)
+from upguard_plugin.compare.layouts.units import Units
+from upguard_plugin.compare.run import Manifest, Run
+from upguard_plugin.records import EventKey, Layout
+from upguard_plugin.trace.batch import NONE, EventBatch, RankEnd, StepEntry
+
+LOGICAL_RANK = 0
+_MAX_NAMED = 5  # boundaries without a placement that a note names
+
+_OTHER_SHARES = "gradients are added up over other micro-batches on each rank"
+
+_OTHER_GROUPS = "the runs put the same samples into other micro-batches"
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """What was not compared, by reason."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    boundaries: dict[str, dict[str, None]] = field(default_factory=dict)  # by reason, in order
+
+    def add(self, names: Mapping[Name, str]) -> None:
+        for name, reason in names.items():
+            self.counts[reason] += 1
+            self.boundaries.setdefault(reason, {}).setdefault(f"{name[0][1]} ({name[0][2]})")
+
+    def notes(self) -> list[str]:
+        """One sentence per reason, with the first boundaries it concerns."""
+        notes = []
+        for reason, count in self.counts.most_common():
+            names = list(self.boundaries[reason])
+            more = "" if len(names) <= _MAX_NAMED else f" and {len(names) - _MAX_NAMED} more"
+            notes.append(
+                f"not compared: {count} events, {reason}: {', '.join(names[:_MAX_NAMED])}{more}"
+            )
+        return notes
+
+
+class LogicalPair:
+    """Both runs, merged step by step in the same way."""
+
+    def __init__(self, baseline: Run, target: Run) -> None:
+        self.left_out = LeftOut()
+        self._runs = (baseline, target)
+        self._layouts = tuple({r: run.layout(r) for r in run.ranks} for run in self._runs)
+        self._keys: tuple[dict[EventKey, int], ...] = ({}, {})
+        self._tables: tuple[list[EventKey], ...] = ([], [])
+        self._kept: dict[int, tuple[EventBatch, EventBatch]] = {}
+        self._ranks: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+
+    def views(self) -> tuple[LogicalRun, LogicalRun]:
+        """The baseline and the target as runs of one rank."""
+        return LogicalRun(self, 0, self._runs[0]), LogicalRun(self, 1, self._runs[1])
+
+    def read(self, side: int, step: int, verify: bool) -> EventBatch:
+        if step not in self._kept:
+            if len(self._kept) > 2:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[step] = self._merge(step, verify)
+        return self._kept[step][side]
+
+    def ranks_of(self, side: int, step: int, row: int) -> tuple[int, ...]:
+        """The ranks that hold a part or a replica of a logical event."""
+        return self._ranks[side, step][row]
+
+    def _merge(self, step: int, verify: bool) -> tuple[EventBatch, EventBatch]:
+        batches = [
+            {rank: run.read(rank, step, verify=verify) for rank in run.ranks} for run in self._runs
+        ]
+        indexes = [{r: dp_index(layout) for r, layout in side.items()} for side in self._layouts]
+        units = Units(batches[0], batches[1], (indexes[0], indexes[1]))
+        merged = [
+            merge_step(batches[0], self._layouts[0], units.baseline),
+            merge_step(batches[1], self._layouts[1], units.target),
+        ]
+        lost = dict(merged[0].left_out) | dict(merged[1].left_out)
+        names = [name for side in merged for name in side.events]
+        if units.baseline != units.target:
+            lost |= {name: _OTHER_SHARES for name in names if _adds_up(name)}
+        if units.same_samples:  # else a batch that has no partner is the divergence
+            common = units.common | {NONE}
+            lost |= {name: _OTHER_GROUPS for name in names if name[1] not in common}
+        self.left_out.add(lost)
+        return self._batch(0, step, merged[0], lost), self._batch(1, step, merged[1], lost)
+
+    def _batch(
+        self, side: int, step: int, merged: LogicalStep, lost: Mapping[Name, str]
+    ) -> EventBatch:
+        events = [event for name, event in merged.events.items() if name not in lost]
+        events.sort(key=lambda event: event.order)
+        self._ranks[side, step] = [event.ranks for event in events]
+        run = self._runs[side]
+        entry = next(e for e in run.steps(run.ranks[0]) if e.step == step)
+        return EventBatch(
+            step=step,
+            iteration=entry.iteration,
+            mark=entry.mark,
+            keys=self._tables[side],
+            key=np.array([self._number(side, event) for event in events], np.int32),
+            seq=np.arange(len(events), dtype=np.int64),
+            microbatch=np.array([event.microbatch for event in events], np.int32),
+            call=np.array([event.call for event in events], np.int32),
+            h=np.array([event.h for event in events], np.uint64),
+            s=np.array([event.s for event in events], np.uint64),
+            value=np.array(
+                [np.nan if event.number is None else event.number for event in events], np.float64
+            ),
+        )
+
+    def _number(self, side: int, event: LogicalEvent) -> int:
+        number = self._keys[side].setdefault(event.key, len(self._tables[side]))
+        if number == len(self._tables[side]):
+            self._tables[side].append(event.key)
+        return number
+
+
+class LogicalRun:
+    """One of the two, as `compare.run.Run`."""
+
+    def __init__(self, pair: LogicalPair, side: int, run: Run) -> None:
+        self._pair, self._side, self._run = pair, side, run
+        self.ranks = (LOGICAL_RANK,)
+        self.missing_ranks = run.missing_ranks
+
+    @property
+    def path(self) -> Path:
+        return self._run.path
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._run.manifest
+
+    @property
+    def attempts(self) -> tuple[Path, ...]:
+        return self._run.attempts
+
+    def layout(self, rank: int) -> Layout:
+        return Layout()
+
+    def steps(self, rank: int) -> tuple[StepEntry, ...]:
+        """The steps that all ranks have. Their digests say nothing: nothing is merged for them."""
+        listed = [self._run.steps(r) for r in self._run.ranks]
+        common = set.intersection(*({entry.step for entry in steps} for steps in listed))
+        unknown = bytes([self._side]) * 16  # the other side's is another: the step is read
+        return tuple(
+            StepEntry(e.step, e.iteration, e.mark, e.num_events, unknown)
+            for e in listed[0]
+            if e.step in common
+        )
+
+    def read(self, rank: int, step: int, *, verify: bool = False) -> EventBatch:
+        return self._pair.read(self._side, step, verify)
+
+    def end(self, rank: int) -> RankEnd:
+        ends = [self._run.end(r) for r in self._run.ranks]
+        reason = next((end.reason for end in ends if not end.complete), "")
+        notes = dict.fromkeys(note for end in ends for note in end.notes)
+        return RankEnd(all(end.complete for end in ends), reason, tuple(notes))
+
+
+def _adds_up(name: Name) -> bool:
+    """Whether the event shows a sum over the micro-batches that a rank has seen so far."""
+    return name[0][0] == "accumulate"

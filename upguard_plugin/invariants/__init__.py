@@ -1,0 +1,1 @@
+"""What must hold inside one run: replicas agree, collectives keep their data, recompute repeats."""

@@ -1,0 +1,43 @@
+"""All invariants, in the order in which reports list them."""
+
+from __future__ import annotations
+
+from upguard_plugin.invariants.buffers import InputsUnchanged
+from upguard_plugin.invariants.conservation import AloneUnchanged, DataConserved, SumsConserved
+from upguard_plugin.invariants.copies import MastersRound, TiedAgree
+from upguard_plugin.invariants.findings import Invariant
+from upguard_plugin.invariants.matching import CollectivesMatch, OutputsAgree, ReceivedIsSent
+from upguard_plugin.invariants.peers import BatchesAgree, BatchesDiffer, StreamsDiffer
+from upguard_plugin.invariants.repeats import ConsumedAsProduced, RecomputeRepeats
+from upguard_plugin.invariants.replicas import ReplicasAgree
+from upguard_plugin.invariants.updates import (
+    EvalLeavesWeights,
+    FrozenStay,
+    WeightsInUse,
+    WeightsMove,
+)
+
+
+def every_invariant() -> list[Invariant]:
+    """New ones, as each remembers what it saw of the steps before."""
+    return [
+        ReplicasAgree(),
+        CollectivesMatch(),
+        OutputsAgree(),
+        ReceivedIsSent(),
+        DataConserved(),
+        SumsConserved(),
+        AloneUnchanged(),
+        InputsUnchanged(),
+        RecomputeRepeats(),
+        ConsumedAsProduced(),
+        WeightsInUse(),
+        WeightsMove(),
+        EvalLeavesWeights(),
+        FrozenStay(),
+        MastersRound(),
+        TiedAgree(),
+        BatchesDiffer(),
+        BatchesAgree(),
+        StreamsDiffer(),
+    ]
