@@ -49,6 +49,8 @@ def _add_probes(guard: Guard, engine: Any, shards: Shards) -> None:
         if isinstance(probe, CollectiveProbe):
             probe.owners.insert(0, buffers.name)
             probe.placers.append(buffers.place)
+            for axis in reversed(guard.layout.axes):  # of groups with equal members the first names
+                probe.groups.name(axis.ranks, axis.name)
     _read_gradients_first(guard)
 
 

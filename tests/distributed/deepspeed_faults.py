@@ -175,7 +175,7 @@ def one_activation_is_sent_changed(engine: Any) -> None:
     send, sent = p2p.send, []
 
     def sending(tensor: torch.Tensor, stage: int) -> Any:
-        sent.append(stage)
+        sent.extend([stage] if tensor.is_floating_point() else [])  # sizes are sent before
         if engine.is_first_stage() and len(sent) == 2:
             tensor = tensor.detach() + 1.0
         return send(tensor, stage)
