@@ -59,8 +59,8 @@ CASE = Case(
     symptom="entropy is wrong when computed after log-probs",
     train=train,
     answer={
-        "step": 0, "microbatch": 0, "kind": "forward", "ranks": [0], "boundary": "model2", "role": "input",
-        "slot": "args.0", "producer": {"boundary": "model0.head", "role": "output"},
+        "step": 0, "microbatch": 0, "kind": "forward", "ranks": [0], "boundary": "model2",
+        "role": "input", "slot": "args.0", "producer": {"boundary": "model0.head", "role": "output"},
     },
     also={"concurrent": []},
 )  # fmt: skip

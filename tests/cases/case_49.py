@@ -59,8 +59,8 @@ CASE = Case(
     symptom="long-context logits differ from the reference",
     train=train,
     answer={
-        "step": 0, "microbatch": None, "phase": "start", "kind": "init", "ranks": [0], "boundary": "rotary.inv_freq",
-        "role": "buffer", "baseline": {"dtype": "float32"}, "target": {"dtype": "float32"},
+        "step": 0, "microbatch": None, "phase": "start", "kind": "init", "ranks": [0],
+        "boundary": "rotary.inv_freq", "role": "buffer", "baseline": {"dtype": "float32"}, "target": {"dtype": "float32"},
     },
     also={"concurrent": []},
 )  # fmt: skip
