@@ -79,11 +79,18 @@ def check_of(run: Path) -> dict[str, Any]:
 def grade(case: Case, verdict: Mapping[str, Any]) -> dict[str, bool]:
     """Right or wrong, for each field that the answer names."""
     if case.answer is None:
-        grades = {"verdict": verdict["verdict"] == "identical"}
+        grades = {"verdict": first_is(verdict, None)}
     else:
         first = verdict["first_divergence"] or {}
         grades = {name: _holds(first.get(name), value) for name, value in case.answer.items()}
     return grades | {name: _holds(verdict[name], value) for name, value in case.also.items()}
+
+
+def first_is(verdict: Mapping[str, Any], answer: Mapping[str, Any] | None) -> bool:
+    """Whether the first divergence has all fields of an answer; None asks for identical runs."""
+    if answer is None:
+        return verdict["verdict"] == "identical"
+    return verdict["first_divergence"] is not None and _holds(verdict["first_divergence"], answer)
 
 
 def grade_check(case: Case, check: Mapping[str, Any]) -> dict[str, bool]:

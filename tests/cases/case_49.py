@@ -60,8 +60,12 @@ CASE = Case(
     train=train,
     answer={
         "step": 0, "microbatch": None, "phase": "start", "kind": "init", "ranks": [0],
+<<<<<<< HEAD
         "boundary": "rotary.inv_freq",
         "role": "buffer", "baseline": {"dtype": "float32"}, "target": {"dtype": "float32"},
+=======
+        "boundary": "rotary.inv_freq", "role": "buffer", "baseline": {"dtype": "float32"}, "target": {"dtype": "float32"},
+>>>>>>> cases
     },
     also={"concurrent": []},
 )  # fmt: skip

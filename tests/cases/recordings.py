@@ -9,8 +9,10 @@ ranks, started when the first of them is trained.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from tests.cases.case import Case, train_one
 from tests.distributed.ranks import Ranks
@@ -27,16 +29,17 @@ class Recordings:
         """Where the run of a variant is; it is trained at the first call."""
         output = self._folder / case.module.rpartition(".")[2] / variant
         if not output.exists():
-            if case.num_ranks == 1:
-                train_one(case.module, variant, str(output))
-            else:
-                self._job(case.num_ranks).run(train_one, case.module, variant, str(output))
+            self.on_ranks(case.num_ranks, train_one, case.module, variant, str(output))
         return output
 
-    def _job(self, num_ranks: int) -> Ranks:
+    def on_ranks(self, num_ranks: int, function: Callable[..., None], *args: Any) -> None:
+        """Call a function of some module on each rank of a job."""
+        if num_ranks == 1:
+            function(*args)
+            return
         if num_ranks not in self._jobs:
             self._jobs[num_ranks] = Ranks(num_ranks)
-        return self._jobs[num_ranks]
+        self._jobs[num_ranks].run(function, *args)
 
     def close(self) -> None:
         while self._jobs:
