@@ -95,6 +95,21 @@ def selection_options(verb: Verb) -> Verb:
     help="Both runs ran the same program: other output from equal inputs is nondeterminism.",
 )
 @click.option("--verify", is_flag=True, help="Decode every step, also where digests agree.")
+@click.option(
+    "--noise",
+    metavar="RUN",
+    multiple=True,
+    help="A repeat of the baseline: what differs from it is left out.",
+)
+@click.option("--ignore", metavar="FILE", help="Rules for boundaries to leave out, with reasons.")
+@click.option("--map", "renames", metavar="FILE", help="Rules that rename the target's boundaries.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    default=1,
+    metavar="N",
+    help="Use N processes; under mpiexec its processes share the work without this option.",
+)
 @output_options
 def compare(
     baseline: str,
@@ -105,34 +120,49 @@ def compare(
     roles: str | None,
     same_program: bool,
     verify: bool,
+    noise: tuple[str, ...],
+    ignore: str | None,
+    renames: str | None,
+    jobs: int,
     form: str,
     output: str | None,
     quiet: bool,
     verbose: bool,
 ) -> int:
     """Compare the runs in two directories and name their first divergence."""
-    from upguard_plugin.compare.dumped import show_command  # slow to load: numpy
-    from upguard_plugin.compare.runs import compare_runs
+    from upguard_plugin.compare.driver import Comparison, team_for  # slow to load: numpy, pyarrow
+    from upguard_plugin.compare.dumped import show_command
     from upguard_plugin.compare.selection import Selection
     from upguard_plugin.report.progress import Progress
     from upguard_plugin.report.text import verdict_text  # slow to load: pydantic
-    from upguard_plugin.trace.reader import open_trace  # slow to load: pyarrow
+    from upguard_plugin.trace.reader import open_trace
 
-    selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles)
-    traces = open_trace(Path(baseline)), open_trace(Path(target))
-    with Progress(quiet) as progress:
-        verdict = compare_runs(
-            *traces,
-            selection,
-            same_program=same_program,
-            verify=verify,
-            progress=progress,
-        )
-    if form == "json":
-        write_report([verdict.to_json()], output, quiet)
+    comparison = Comparison(
+        Path(baseline),
+        Path(target),
+        Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles),
+        same_program=same_program,
+        verify=verify,
+        noise=tuple(Path(run) for run in noise),
+        ignore=None if ignore is None else Path(ignore),
+        renames=None if renames is None else Path(renames),
+    )
+    with team_for(comparison, jobs) as team:
+        try:
+            with Progress(quiet or team.index > 0) as progress:
+                verdict = comparison.verdict(team, progress)
+        except UpGuardError as error:
+            if team.index:
+                return error.exit_code  # the first process says it
+            raise
+    if team.index:
         return verdict.exit_code
-    elements = show_command(*traces, verdict.first_divergence)
-    report = verdict_text(verdict, verbose=verbose, elements=elements)
+    if form == "json":
+        report = verdict.to_json()
+    else:
+        traces = open_trace(Path(baseline)), open_trace(Path(target))
+        elements = show_command(*traces, verdict.first_divergence)
+        report = verdict_text(verdict, verbose=verbose, elements=elements)
     write_report([report], output, quiet)
     return verdict.exit_code
 
@@ -209,7 +239,7 @@ def show(
     selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles, phase=phase)
     traces = [open_trace(Path(path)) for path in runs]
     if diff:
-        pairs = dumped_pairs(*traces, selection, EventName.parse(event))
+        pairs = dumped_pairs(traces[0], traces[1], selection, EventName.parse(event))
         write_report(diff_lines(pairs, form, limit), output, quiet)
         return EXIT_IDENTICAL
     events = browse(traces[0], selection, limit)

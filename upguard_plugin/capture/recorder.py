@@ -75,6 +75,7 @@ class Recorder:
         self.phases_left_out = frozenset(PHASES) - frozenset(phases or PHASES)
         self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
         self.on_first_step: Callable[[], None] | None = None  # called when it is written
+        self.on_batch: Callable[[EventBatch], None] | None = None  # called when one is written
         self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
         self._thread = threading.Thread(target=self._drain, name="upguard-writer", daemon=True)
         self._thread.start()
@@ -413,6 +414,16 @@ class Recorder:
             elif self.on_first_step is not None:
                 self.on_first_step()
                 self.on_first_step = None
+            self._look(batch)
+
+    def _look(self, batch: EventBatch) -> None:
+        if self.on_batch is None or self.failure:
+            return
+        try:
+            self.on_batch(batch)
+        except Exception as error:  # between us and the training job: only the looking ends
+            self.on_batch = None
+            self.note(f"the online check ended: {type(error).__name__}: {error}")
 
 
 def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
