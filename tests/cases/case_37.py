@@ -82,7 +82,8 @@ CASE = Case(
     train=train,
     answer={
         "step": 0, "microbatch": 0, "phase": "backward", "kind": "backward", "ranks": [0],
-        "boundary": "blocks.1.attn.core", "operator": "Core", "role": "grad_input", "inputs_equal": True,
+        "boundary": "blocks.1.attn.core", "operator": "Core", "role": "grad_input",
+        "inputs_equal": True,
     },
     also={"concurrent": []},
 )  # fmt: skip
