@@ -53,12 +53,17 @@ def seed_all(seed: int = 0) -> None:
     torch.manual_seed(seed)
 
 
-def train_one(module: str, variant: str, output: str) -> None:
-    """Train one variant of the case that a module defines, recorded, on this rank."""
-    case: Case = import_module(module).CASE
+def record(case: Case, variant: str, output: Path) -> Path:
+    """Train one variant of a case, recorded, in this process."""
     program = "same" if case.same_program else {"twin": "baseline"}.get(variant, variant)
     seed_all()
-    case.train(variant, {"output_dir": output, "level": case.level, "program": program})
+    case.train(variant, {"output_dir": str(output), "level": case.level, "program": program})
+    return output
+
+
+def train_one(module: str, variant: str, output: str) -> None:
+    """Train one variant of the case that a module defines, recorded, on this rank."""
+    record(import_module(module).CASE, variant, Path(output))
 
 
 def verdict_of(baseline: Path, target: Path) -> dict[str, Any]:

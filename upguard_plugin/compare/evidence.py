@@ -237,4 +237,5 @@ def is_result_dropped(scene: Scene) -> bool:
 
 def _same_bits(side: Side, rows: Ints, row: int) -> npt.NDArray[np.bool_]:
     same: npt.NDArray[np.bool_] = side.batch.h[rows] == side.batch.h[row]
-    return same & (side.batch.s[rows] == side.batch.s[row])
+    same &= side.batch.s[rows] == side.batch.s[row]
+    return same

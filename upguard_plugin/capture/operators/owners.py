@@ -22,7 +22,7 @@ class Owners:
         self._names = names
         self._optimizers = tuple(optimizers)
         self._by_address: dict[int, str] | None = None
-        self._last = ""
+        self._last: str = ""
 
     def of(self, tensors: Iterable[torch.Tensor]) -> str:
         """The owner of the first tensor that has one; else that of the operator before."""
@@ -39,7 +39,7 @@ class Owners:
     def forget(self) -> None:
         """To be called when the step ends."""
         self._by_address = None
-        self._last = ""
+        self._last: str = ""
 
     def _addresses(self) -> Iterable[tuple[int, str]]:
         for name, parameter in self._names.parameters.items():
@@ -47,10 +47,10 @@ class Owners:
                 yield from _address(parameter.grad, name)
         for optimizer in self._optimizers:
             for parameter, state in getattr(optimizer, "state", {}).items():
-                name = self._names.of(parameter)
-                if name is not None and isinstance(state, dict):
+                owner = self._names.of(parameter)
+                if owner is not None and isinstance(state, dict):
                     for value in state.values():
-                        yield from _address(value, name)
+                        yield from _address(value, owner)
         for name, parameter in self._names.parameters.items():
             yield from _address(parameter, name)
 
