@@ -46,8 +46,9 @@ class Buffers:
         self._watch(optimizer, _REDUCE3, "grad", lambda *_a, **_k: self._pending)
         if self._is_stage3:
             for parameter in self._guard.names.parameters.values():
-                for name in ("all_gather", "all_gather_coalesced"):
-                    self._watch(parameter, name, "", self._gathered(parameter))
+                self._watch(parameter, "all_gather", "", self._gathered(parameter))
+                together = self._gathered(parameter, in_order_of_ids=True)
+                self._watch(parameter, "all_gather_coalesced", "", together)
 
     def detach(self) -> None:
         """Leave DeepSpeed as it was."""
@@ -130,10 +131,14 @@ class Buffers:
         group, second = entry[0], entry[1]
         return self._optimizer.bit16_groups[group][second] if isinstance(second, int) else second
 
-    def _gathered(self, parameter: Any) -> Callable[..., Any]:
+    def _gathered(self, parameter: Any, *, in_order_of_ids: bool = False) -> Callable[..., Any]:
+        """in_order_of_ids: as DeepSpeed sorts what it gathers together; it is handed a set."""
+
         def find(parameters: Any = None, *_args: Any, **kwargs: Any) -> Callable[..., Any]:
             given = kwargs.get("param_list", kwargs.get("params", parameters))
             wanted = [parameter] if given is None else list(given)
+            if in_order_of_ids:
+                wanted.sort(key=lambda p: p.ds_id)
             self._single = None
 
             def of(tensor: Tensor) -> Sequence[Any]:

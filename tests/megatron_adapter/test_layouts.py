@@ -10,6 +10,9 @@ import pytest
 from tests.bugs.training import compare
 from tests.megatron_adapter.jobs import Job, train
 from tests.megatron_adapter.merged import events, whole
+from upguard_plugin.compare.selection import Selection
+from upguard_plugin.invariants.check import check_run
+from upguard_plugin.trace.reader import open_trace
 
 pytestmark = pytest.mark.megatron
 pytest.importorskip("megatron.core")
@@ -183,3 +186,13 @@ def _by_kind(run, step, phase="optimizer"):
         elif key.phase == phase and key.role == "optimizer_state" and key.slot != "step":
             found[key.slot, key.boundary].append(event)
     return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_invariant_is_broken(ran, name):
+    folder, _ = ran
+
+    report = check_run(open_trace(folder / "runs" / name), Selection())
+
+    assert [one.explanation for one in report.broken] == []
+    assert report.checked["collectives-match"] > 30

@@ -41,6 +41,7 @@ from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
 from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.fingerprint.queue import FingerprintQueue
+from upguard_plugin.fingerprint.sketch import DEFAULT_SIZE
 from upguard_plugin.invariants.online import OnlineCheck
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
 from upguard_plugin.trace.batch import EventBatch

@@ -62,7 +62,8 @@ class Recorder:
         self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._writer = writer
         self._queue = queue_
-        self._deferred = DeferredRows(FingerprintQueue(), writer.note)
+        self._sketches = queue_.sketch_size > 0
+        self._deferred = DeferredRows(FingerprintQueue(sketch_size=queue_.sketch_size), writer.note)
         self._lock = threading.RLock()
         self._rows = Rows()
         self._noted: set[str] = set()
@@ -353,7 +354,7 @@ class Recorder:
         try:
             # What hashing runs is none of the training's operators: no mode sees it.
             with torch._C._DisableTorchDispatch():
-                return self._queue.put(tensor, placement)
+                return self._queue.put(tensor, placement, sketch=self._sketches)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {boundary} was not recorded: {error.sentence}")
             return NONE
