@@ -87,7 +87,8 @@ def enable(
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
-    recorder = Recorder(writer, FingerprintQueue(), settings.roles, settings.phases)
+    queue = FingerprintQueue(sketch_size=DEFAULT_SIZE if settings.sketch else 0)
+    recorder = Recorder(writer, queue, settings.roles, settings.phases)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     if rank == first_recorded_rank(settings, world_size):

@@ -364,7 +364,9 @@ class Recorder:
         fresh = [entry for entry, slot in zip(entries, slots, strict=True) if slot == NONE]
         try:
             with torch._C._DisableTorchDispatch():
-                taken = self._queue.put_many([e[1] for e in fresh], [e[2] for e in fresh])
+                taken = self._queue.put_many(
+                    [e[1] for e in fresh], [e[2] for e in fresh], sketch=self._sketches
+                )
         except UnsupportedTensorError:  # nothing was taken; find out which it was
             return [self._put(*entry) for entry in entries]
         hashed = iter(taken)
