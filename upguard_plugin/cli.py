@@ -95,6 +95,21 @@ def selection_options(verb: Verb) -> Verb:
     help="Both runs ran the same program: other output from equal inputs is nondeterminism.",
 )
 @click.option("--verify", is_flag=True, help="Decode every step, also where digests agree.")
+@click.option(
+    "--noise",
+    metavar="RUN",
+    multiple=True,
+    help="A repeat of the baseline: what differs from it is left out.",
+)
+@click.option("--ignore", metavar="FILE", help="Rules for boundaries to leave out, with reasons.")
+@click.option("--map", "renames", metavar="FILE", help="Rules that rename the target's boundaries.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    default=1,
+    metavar="N",
+    help="Use N processes; under mpiexec its processes share the work without this option.",
+)
 @output_options
 def compare(
     baseline: str,
@@ -105,35 +120,55 @@ def compare(
     roles: str | None,
     same_program: bool,
     verify: bool,
+    noise: tuple[str, ...],
+    ignore: str | None,
+    renames: str | None,
+    jobs: int,
     form: str,
     output: str | None,
     quiet: bool,
     verbose: bool,
 ) -> int:
     """Compare the runs in two directories and name their first divergence."""
-    from upguard_plugin.compare.runs import compare_runs  # slow to load: numpy
+    from upguard_plugin.compare.driver import Comparison, team_for  # slow to load: numpy, pyarrow
+    from upguard_plugin.compare.dumped import show_command
     from upguard_plugin.compare.selection import Selection
     from upguard_plugin.report.progress import Progress
     from upguard_plugin.report.text import verdict_text  # slow to load: pydantic
-    from upguard_plugin.trace.reader import open_trace  # slow to load: pyarrow
+    from upguard_plugin.trace.reader import open_trace
 
-    selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles)
-    with Progress(quiet) as progress:
-        verdict = compare_runs(
-            open_trace(Path(baseline)),
-            open_trace(Path(target)),
-            selection,
-            same_program=same_program,
-            verify=verify,
-            progress=progress,
-        )
-    report = verdict.to_json() if form == "json" else verdict_text(verdict, verbose=verbose)
+    comparison = Comparison(
+        Path(baseline),
+        Path(target),
+        Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles),
+        same_program=same_program,
+        verify=verify,
+        noise=tuple(Path(run) for run in noise),
+        ignore=None if ignore is None else Path(ignore),
+        renames=None if renames is None else Path(renames),
+    )
+    with team_for(comparison, jobs) as team:
+        try:
+            with Progress(quiet or team.index > 0) as progress:
+                verdict = comparison.verdict(team, progress)
+        except UpGuardError as error:
+            if team.index:
+                return error.exit_code  # the first process says it
+            raise
+    if team.index:
+        return verdict.exit_code
+    if form == "json":
+        report = verdict.to_json()
+    else:
+        traces = open_trace(Path(baseline)), open_trace(Path(target))
+        elements = show_command(*traces, verdict.first_divergence)
+        report = verdict_text(verdict, verbose=verbose, elements=elements)
     write_report([report], output, quiet)
     return verdict.exit_code
 
 
 @upguard.command()
-@click.argument("run")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN | --diff BASELINE TARGET")
 @selection_options
 @output_options
 def check(
@@ -169,29 +204,45 @@ def check(
 @click.argument("run")
 @selection_options
 @click.option("--phase", metavar="LIST", help="Only these phases: forward,loss.")
+@click.option("--diff", is_flag=True, help="Compare the elements of tensors that were dumped.")
+@click.option("--event", metavar="WORDS", default="", help="With --diff: 'step 1 head output'.")
 @click.option("--limit", type=click.IntRange(min=0), default=None, help="At most so many events.")
 @output_options
 def show(
-    run: str,
+    runs: tuple[str, ...],
     steps: str | None,
     ranks: str | None,
     modules: str | None,
     roles: str | None,
     phase: str | None,
+    diff: bool,
+    event: str,
     limit: int | None,
     form: str,
     output: str | None,
     quiet: bool,
     verbose: bool,
 ) -> int:
-    """Print the events of one run, as a table or as one JSON object a line."""
+    """Print the events of one run, or how the dumped tensors of two runs differ."""
     from upguard_plugin.compare.browse import browse  # slow to load: numpy
+    from upguard_plugin.compare.dumped import EventName, dumped_pairs
     from upguard_plugin.compare.selection import Selection
+    from upguard_plugin.report.elements import diff_lines
     from upguard_plugin.report.events import event_lines  # slow to load: pydantic
     from upguard_plugin.trace.reader import open_trace  # slow to load: pyarrow
 
+    if len(runs) != 1 + diff:
+        raise UsageError(
+            f"show takes {'two runs with' if diff else 'one run without'} --diff, not {len(runs)}",
+            remedy="upguard show RUN, or upguard show --diff BASELINE TARGET",
+        )
     selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles, phase=phase)
-    events = browse(open_trace(Path(run)), selection, limit)
+    traces = [open_trace(Path(path)) for path in runs]
+    if diff:
+        pairs = dumped_pairs(traces[0], traces[1], selection, EventName.parse(event))
+        write_report(diff_lines(pairs, form, limit), output, quiet)
+        return EXIT_IDENTICAL
+    events = browse(traces[0], selection, limit)
     write_report(event_lines(events, form, verbose=verbose), output, quiet)
     return EXIT_IDENTICAL
 

@@ -10,6 +10,7 @@ weight, and its bits differ between two equal runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,10 @@ from upguard_plugin.capture.guard import Guard
 from upguard_plugin.integrations.deepspeed.shards import Shards
 from upguard_plugin.records import Piece, Placement
 
+# Ranks compare their own numbers of weights and modules, which count all that a process has made:
+# nothing of the training.
+_CHECK = "assert_ints_same_as_other_ranks"
+_ZERO = "deepspeed.runtime.zero."
 _REDUCE3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
 
@@ -36,6 +41,7 @@ class Buffers:
         # The calls that are under way, each with what finds the parameters behind a buffer.
         self._calls: list[tuple[str, Callable[[Tensor], Sequence[Any]]]] = []
         self._single: Any = None  # the parameter whose part was the last input, on its own
+        self._was_active = False
         self._replacements: list[Replacement] = []
 
     def attach(self) -> None:
@@ -44,16 +50,25 @@ class Buffers:
         self._watch(self._engine, "allreduce_bucket", "grad", self._in_bucket)
         self._watch(optimizer, "reduce_ipg_grads", "grad", lambda *_a, **_k: self._pending)
         self._watch(optimizer, _REDUCE3, "grad", lambda *_a, **_k: self._pending)
+        for name, module in list(sys.modules.items()):
+            if name.startswith(_ZERO) and hasattr(module, _CHECK):
+                self._replacements.append(Replacement(module, _CHECK, self._hide, self._show))
         if self._is_stage3:
             for parameter in self._guard.names.parameters.values():
-                self._watch(parameter, "all_gather", "", self._gathered(parameter))
-                together = self._gathered(parameter, in_order_of_ids=True)
-                self._watch(parameter, "all_gather_coalesced", "", together)
+                for name in ("all_gather", "all_gather_coalesced"):
+                    self._watch(parameter, name, "", self._gathered(parameter))
 
     def detach(self) -> None:
         """Leave DeepSpeed as it was."""
         while self._replacements:
             self._replacements.pop().remove()
+
+    def _hide(self, *_args: Any, **_kwargs: Any) -> None:
+        self._was_active = self.recorder.active
+        self.recorder.select(False)
+
+    def _show(self, _result: Any, *_args: Any, **_kwargs: Any) -> None:
+        self.recorder.select(self._was_active)
 
     def name(self, tensor: Tensor) -> str | None:
         """Whose data a buffer holds, for people."""
@@ -131,14 +146,11 @@ class Buffers:
         group, second = entry[0], entry[1]
         return self._optimizer.bit16_groups[group][second] if isinstance(second, int) else second
 
-    def _gathered(self, parameter: Any, *, in_order_of_ids: bool = False) -> Callable[..., Any]:
-        """in_order_of_ids: as DeepSpeed sorts what it gathers together; it is handed a set."""
-
+    def _gathered(self, parameter: Any) -> Callable[..., Any]:
         def find(parameters: Any = None, *_args: Any, **kwargs: Any) -> Callable[..., Any]:
             given = kwargs.get("param_list", kwargs.get("params", parameters))
-            wanted = [parameter] if given is None else list(given)
-            if in_order_of_ids:
-                wanted.sort(key=lambda p: p.ds_id)
+            # In the order in which DeepSpeed lays them out; it is given a set.
+            wanted = [parameter] if given is None else sorted(given, key=lambda p: p.ds_id)
             self._single = None
 
             def of(tensor: Tensor) -> Sequence[Any]:

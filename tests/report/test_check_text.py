@@ -41,7 +41,8 @@ def test_what_broke_comes_first(tmp_path, capsys):
         "    boundary   fc.weight",
         "    tensor     grad grad",
         "    ranks      0, 1",
-        "    why        Gradient of fc.weight must be the same on ranks 0, 1, but ranks 0, 1 differ.",
+        "    why        Gradient of fc.weight must be the same on ranks 0, 1, "
+        "but ranks 0, 1 differ.",
         f"    rank 0     {hash_of('g'):016x} float32 [4, 8]",
         f"    rank 1     {hash_of('g2'):016x} float32 [4, 8]",
         "  also       step 0, optimizer: fc.weight param value (replicas-agree, ranks 0, 1)",

@@ -88,7 +88,7 @@ def enable(
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
     queue = FingerprintQueue(sketch_size=DEFAULT_SIZE if settings.sketch else 0)
-    recorder = Recorder(writer, queue, settings.roles, settings.phases)
+    recorder = Recorder(writer, queue, settings.roles, settings.phases, settings.dump)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     if rank == first_recorded_rank(settings, world_size):
@@ -161,7 +161,7 @@ class Guard:
             for _, model in self.models
             if isinstance(model, DistributedDataParallel)
         ]
-        owners = [ParameterOwner(self.names.parameters)]
+        owners = [ParameterOwner({**self.names.parameters, **self.names.buffers})]
         probe = CollectiveProbe(self.recorder, owners=owners, reducers=reducers)
         # Dense axes last: an expert axis with the same ranks does not take their name.
         for axis in sorted(self.layout.axes, key=lambda axis: axis.mesh, reverse=True):

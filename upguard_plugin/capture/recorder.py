@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -19,10 +19,12 @@ import numpy as np
 import torch
 
 from upguard_plugin.capture.deferred import DeferredRows, Ticket
+from upguard_plugin.capture.dumps import Dumps
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.rows import Rows, Wire
 from upguard_plugin.capture.storages import Storage, Storages, extent_of, look
 from upguard_plugin.capture.tensors import as_bytes
+from upguard_plugin.config import Dump
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import PHASES, ROLES, Group, Placement, Source
@@ -41,6 +43,7 @@ class Writer(Protocol):
     @property
     def stopped(self) -> str | None: ...
     def write(self, batch: EventBatch) -> None: ...
+    def write_tensors(self, name: str, tensors: Mapping[str, np.ndarray]) -> None: ...
     def note(self, sentence: str) -> None: ...
     def close(self, reason: str = "") -> None: ...
 
@@ -54,8 +57,9 @@ class Recorder:
         queue_: FingerprintQueue,
         roles: Iterable[str] = (),
         phases: Iterable[str] = (),
+        dump: Dump | None = None,
     ) -> None:
-        """roles, phases: those to record; none: all."""
+        """roles, phases: those to record; none: all. dump: tensors to keep whole."""
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
@@ -66,6 +70,7 @@ class Recorder:
         self._deferred = DeferredRows(FingerprintQueue(sketch_size=queue_.sketch_size), writer.note)
         self._lock = threading.RLock()
         self._rows = Rows()
+        self._dumps = Dumps(dump)
         self._noted: set[str] = set()
         self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
         self.phases_left_out = frozenset(PHASES) - frozenset(phases or PHASES)
@@ -158,7 +163,10 @@ class Recorder:
             if taken == NONE:
                 return NONE
             producer = writer if producer == NONE else producer
-            return self._add(key, microbatch, call, producer, taken)
+            seq = self._add(key, microbatch, call, producer, taken)
+            if self._dumps.active:
+                self._dumps.keep(seq, self._rows.boundary_of(key), tensor)
+            return seq
 
     def reserve(
         self,
@@ -238,7 +246,9 @@ class Recorder:
                     boundary, phase, role, slot, tensor.dtype, tensor.shape,
                     operator, None, placement, None, None, None,
                 )  # fmt: skip
-                self._add(self._rows.key_of(parts), None, 0, NONE, taken)
+                seq = self._add(self._rows.key_of(parts), None, 0, NONE, taken)
+                if self._dumps.active:
+                    self._dumps.keep(seq, boundary, tensor)
 
     def record_bytes(
         self, boundary: str, data: bytes, *, role: str, slot: str = "0", dtype: str = "uint8",
@@ -301,6 +311,9 @@ class Recorder:
     def finish_step(self, *, mark: str | None = None) -> None:
         """Close the step: one device-to-host copy, one batch to the writer, on to the next step."""
         with self._lock:
+            tensors = self._dumps.take()
+            if tensors and self.active:
+                self._writer.write_tensors(f"step{self.position.step}", tensors)
             batches = self._deferred.close_step(self._take_batch(mark))
             self.position.next_step()
         self._send(batches)
@@ -308,6 +321,7 @@ class Recorder:
     def select(self, recorded: bool) -> None:
         """Say whether the step that begins is to be recorded."""
         self.active = recorded and not self.failure
+        self._dumps.select(self.position.step)
 
     def fail(self, reason: str) -> None:
         """Stop recording for good; training goes on and the trace says why it is incomplete."""

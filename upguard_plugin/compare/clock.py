@@ -10,7 +10,7 @@ clocks are never asked. Only the messages of one step are looked at.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,16 @@ Ints = npt.NDArray[np.int64]
 COMMUNICATING_PHASES = ("grad_sync", "clip", "optimizer", "param_sync")
 
 
+@dataclass(frozen=True, slots=True)
+class RankMessages:
+    """What one rank gives to others and gets from them in a step, in program order."""
+
+    rank: int
+    rows: tuple[int, ...]
+    names: tuple[Hashable, ...]  # what all rows of one message have in common, on every rank
+    gives: tuple[bool, ...]
+
+
 @dataclass(slots=True)
 class _Message:
     """One collective, or one send with its receive: rows by rank."""
@@ -32,7 +42,18 @@ class _Message:
     received: dict[int, int] = field(default_factory=dict)  # first row that has the result
 
 
-def minimal_ranks(events: Mapping[int, Side], differs_at: Mapping[int, int]) -> set[int]:
+def messages_of(rank: int, side: Side) -> RankMessages:
+    rows = np.flatnonzero(_communicates(side)).tolist()
+    roles = side.columns.role[side.batch.key[rows]]
+    return RankMessages(
+        rank,
+        tuple(rows),
+        tuple(_name(side, rank, row) for row in rows),
+        tuple((roles == ROLE_NUMBER["input"]).tolist()),
+    )
+
+
+def minimal_ranks(events: Sequence[RankMessages], differs_at: Mapping[int, int]) -> set[int]:
     """Ranks whose divergence happened after no other rank's.
 
     events: of every rank that took part in the step. differs_at: row in these events where the rank
@@ -61,20 +82,15 @@ def minimal_ranks(events: Mapping[int, Side], differs_at: Mapping[int, int]) -> 
     return {rank for rank, row in differs_at.items() if arrived.get(rank, row + 1) > row}
 
 
-def has_messages(events: Mapping[int, Side]) -> bool:
-    return any(bool(_communicates(side).any()) for side in events.values())
-
-
-def _messages(events: Mapping[int, Side]) -> list[_Message]:
+def _messages(events: Sequence[RankMessages]) -> list[_Message]:
     messages: dict[Hashable, _Message] = defaultdict(_Message)
-    for rank, side in events.items():
-        for row in np.flatnonzero(_communicates(side)).tolist():
-            message = messages[_name(side, rank, row)]
-            gives = side.columns.role[side.batch.key[row]] == ROLE_NUMBER["input"]
+    for listed in events:
+        for row, name, gives in zip(listed.rows, listed.names, listed.gives, strict=True):
+            message = messages[name]
             if gives:
-                message.sent[rank] = row
+                message.sent[listed.rank] = row
             else:
-                message.received.setdefault(rank, row)
+                message.received.setdefault(listed.rank, row)
     return list(messages.values())
 
 
@@ -89,7 +105,6 @@ def _communicates(side: Side) -> npt.NDArray[np.bool_]:
 
 
 def _name(side: Side, rank: int, row: int) -> Hashable:
-    """What all rows of one message have in common, on every rank."""
     batch, key = side.batch, side.batch.key_of(row)
     if batch.pair_seq is not None and batch.pair_seq[row] >= 0 and batch.peer is not None:
         peer = int(batch.peer[row])

@@ -23,11 +23,11 @@ from upguard_plugin.verdict import (
 
 def divergence(origin: Origin, scene: Scene, cause: Cause) -> Divergence:
     """One divergence as the verdict gives it."""
-    finding, pairing = origin.finding, scene.pairing
+    finding, pairing = scene.finding, scene.pairing
     side, row = finding.seen_by(pairing)
     key, batch = side.batch.key_of(row), side.batch
     return Divergence(
-        step=origin.step,
+        step=origin.seen.step,
         microbatch=_or_none(int(batch.microbatch[row])),
         phase=key.phase,
         kind=cause.kind,
@@ -46,7 +46,7 @@ def divergence(origin: Origin, scene: Scene, cause: Cause) -> Divergence:
         distance=_distance(scene),
         producer=None
         if cause.producer is None
-        else event_ref(pairing.baseline.batch, cause.producer, origin.scan.rank),
+        else event_ref(pairing.baseline.batch, cause.producer, origin.seen.rank),
         source=source_ref(key),
         explanation=_explanation(scene, cause),
     )

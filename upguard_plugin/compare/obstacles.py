@@ -1,17 +1,20 @@
 """What stands in the way of a comparison, and what the runs themselves differ in.
 
-In:  two runs, the selection, and what the ranks' scans counted.
+In:  two runs, the selection, and what was counted on each rank.
 Out: sentences for the verdict's notes. A *refusal* ends the comparison before it starts; an
      *obstacle* stands in the way of "identical" only: a divergence is proven without it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.run import Run
-from upguard_plugin.compare.scan import CHOICES, RankScan
+from upguard_plugin.compare.scan import CHOICES
 from upguard_plugin.compare.selection import Selection
+from upguard_plugin.compare.steps import RankSteps
 
 NEVER_FIRED = "never fired: "  # how a rank's note of a probe that saw no tensor begins
 _MAX_LISTED = 8
@@ -40,22 +43,32 @@ def layouts_differ(baseline: Run, target: Run) -> bool:
 
 
 def obstacles(
-    baseline: Run, target: Run, selection: Selection, scans: Sequence[RankScan]
+    baseline: Run, target: Run, selection: Selection, facts: Sequence[RankFacts]
 ) -> list[str]:
     """Why equal events do not prove equal runs; empty if nothing stands in the way."""
     reasons = _missing_ranks(baseline, target, selection)
-    reasons += _missing_steps(baseline, target, selection, scans)
-    placed = sum(scan.not_comparable for scan in scans)
-    if placed:
+    reasons += [reason for found in facts for reason in found.reasons]
+    total = totals(facts)
+    if total["not_comparable"]:
         reasons.append(
-            f"{_count(placed, 'event')} not comparable: "
+            f"{_count(total['not_comparable'], 'event')} not comparable: "
             "the runs give these tensors other placements"
         )
-    if scans and not any(scan.compared for scan in scans):
+    if total["noise"] and not total["compared"]:
+        reasons.append("nothing was compared: all that both runs have is noise")
+    elif facts and not total["compared"]:
         reasons.append("nothing in common: no event of the baseline has a partner in the target")
-    elif any(scan.structure for scan in scans) and not any(s.common_boundaries for s in scans):
+    elif any(found.structure for found in facts) and not total["common_boundaries"]:
         reasons.append("nothing in common: only scalars, random states and batches have partners")
     return reasons
+
+
+def totals(facts: Sequence[RankFacts]) -> Counter[str]:
+    """The counts of all ranks together."""
+    total: Counter[str] = Counter()
+    for found in facts:
+        total.update(found.counts)
+    return total
 
 
 def _missing_ranks(baseline: Run, target: Run, selection: Selection) -> list[str]:
@@ -79,23 +92,21 @@ def _missing_ranks(baseline: Run, target: Run, selection: Selection) -> list[str
     return reasons
 
 
-def _missing_steps(
-    baseline: Run, target: Run, selection: Selection, scans: Sequence[RankScan]
-) -> list[str]:
+def missing_steps(baseline: Run, target: Run, selection: Selection, steps: RankSteps) -> list[str]:
+    """Which steps of a rank could not be compared, and why."""
     reasons = []
-    for scan in scans:
-        chosen = [step for step in scan.steps.common if selection.has_step(step)]
-        if selection.steps is not None:
-            lacking = [step for step in selection.steps.finite() if step not in chosen]
-            if lacking:
-                reasons.append(
-                    f"rank {scan.rank}: steps {_listed(lacking)} were asked for, "
-                    "and not both runs have them"
-                )
-        if not chosen:
-            reasons.append(f"rank {scan.rank}: the runs have no finished step in common")
-        elif selection.steps is None or not _is_bounded(selection):
-            reasons += _ends(baseline, target, scan, len(chosen))
+    chosen = [step for step in steps.common if selection.has_step(step)]
+    if selection.steps is not None:
+        lacking = [step for step in selection.steps.finite() if step not in chosen]
+        if lacking:
+            reasons.append(
+                f"rank {steps.rank}: steps {_listed(lacking)} were asked for, "
+                "and not both runs have them"
+            )
+    if not chosen:
+        reasons.append(f"rank {steps.rank}: the runs have no finished step in common")
+    elif selection.steps is None or not _is_bounded(selection):
+        reasons += _ends(baseline, target, steps, len(chosen))
     return reasons
 
 
@@ -103,22 +114,21 @@ def _is_bounded(selection: Selection) -> bool:
     return selection.steps is not None and None not in {last for _, last in selection.steps.ranges}
 
 
-def _ends(baseline: Run, target: Run, scan: RankScan, num_common: int) -> list[str]:
+def _ends(baseline: Run, target: Run, steps: RankSteps, num_common: int) -> list[str]:
     reasons = []
     for side, run in (("baseline", baseline), ("target", target)):
-        end = run.end(scan.rank)
+        end = run.end(steps.rank)
         if not end.complete:
             reasons.append(
-                f"incomplete: rank {scan.rank} of the {side} ended early "
+                f"incomplete: rank {steps.rank} of the {side} ended early "
                 f"({end.reason or 'no reason given'}); what was compared ends after "
                 f"{_count(num_common, 'step')}"
             )
-    counts = (len(scan.steps.baseline), len(scan.steps.target))
-    steps = scan.steps
+    counts = (len(steps.baseline), len(steps.target))
     matched = num_common == counts[0] == counts[1] or (steps.is_resumed and steps.covers_the_rest)
     if not matched and not reasons:
         reasons.append(
-            f"rank {scan.rank}: {_count(counts[0], 'step')} in the baseline, {counts[1]} in the "
+            f"rank {steps.rank}: {_count(counts[0], 'step')} in the baseline, {counts[1]} in the "
             f"target; what was compared are the {num_common} that both have"
         )
     return reasons
@@ -166,36 +176,33 @@ def differences_of_runs(baseline: Run, target: Run) -> list[str]:
     return notes
 
 
-def scan_notes(scans: Sequence[RankScan]) -> list[str]:
-    """What the scans saw beside a divergence."""
+def rank_notes(facts: Sequence[RankFacts]) -> list[str]:
+    """What was seen on the ranks beside a divergence."""
     unused: dict[tuple[str, int], list[int]] = {}
-    for scan in scans:
-        for found in scan.unused.items():
-            unused.setdefault(found, []).append(scan.rank)
-    notes = _resumed(scans)
+    for found in facts:
+        for name_and_step in found.unused.items():
+            unused.setdefault(name_and_step, []).append(found.rank)
+    notes = _resumed(facts)
     notes += [
         f"not used: {name} differs from step {step} on (rank {_listed(ranks)}), and "
         + ("nobody draws from it" if name.startswith("rng.") else "nothing behind it does")
         for (name, step), ranks in unused.items()
     ]
-    for scan in scans:
-        if scan.structure is not None and scan.step is not None:
-            step, finding = scan.structure
-            pairing = scan.steps.pairing(step)
-            assert pairing is not None
-            notes.append(
-                f"structure: from step {step} on boundaries differ without a value behind them, "
-                f"first {finding.key(pairing).boundary} (rank {scan.rank})"
-            )
+    notes += [
+        f"structure: from step {found.structure.step} on boundaries differ without a value behind "
+        f"them, first {found.structure.name.boundary} (rank {found.rank})"
+        for found in facts
+        if found.structure is not None and found.first is not None
+    ]
     return notes
 
 
-def _resumed(scans: Sequence[RankScan]) -> list[str]:
+def _resumed(facts: Sequence[RankFacts]) -> list[str]:
     """Where the runs' own numbers of a step differ."""
     shifts: dict[tuple[int, int], list[int]] = {}
-    for scan in scans:
-        for step in scan.steps.common[:1]:
-            shifts.setdefault((step, scan.steps.partner[step]), []).append(scan.rank)
+    for found in facts:
+        if found.renumbered is not None:
+            shifts.setdefault(found.renumbered, []).append(found.rank)
     return [
         f"resumed: step {step} of the baseline is step {other} of the target, rank {_listed(ranks)}"
         for (step, other), ranks in shifts.items()

@@ -67,6 +67,19 @@ class Pairing:
     def differs(self) -> Bools:
         return self.comparable & (self.value_differs | self.form_differs)
 
+    @property
+    def is_equal(self) -> bool:
+        """Whether both sides have the same events in the same order, bit by bit."""
+        key_b, key_t = self.baseline.key, self.target.key
+        return (
+            len(key_b) == len(key_t) == len(self.baseline_rows)
+            and np.array_equal(self.baseline_rows, self.target_rows)
+            and np.array_equal(
+                self.baseline.columns.identity[key_b], self.target.columns.identity[key_t]
+            )
+            and not bool((self.value_differs | self.form_differs).any())
+        )
+
     def baseline_key(self, pair: int) -> EventKey:
         return self.baseline.batch.key_of(int(self.baseline_rows[pair]))
 

@@ -9,6 +9,7 @@ read: there everything may differ, and nothing of it is the answer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from upguard_plugin.compare.findings import Finding, find, pair_places
 from upguard_plugin.compare.keys import ROLE_NUMBER
+from upguard_plugin.compare.noise import RankNoise
 from upguard_plugin.compare.pairing import Pairing, Side
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
@@ -48,12 +50,24 @@ class Settings:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of every rank."""
+
+    selection: Selection
+    settings: Settings
+    verify: bool = False
+
+
 @dataclass(slots=True)
 class RankScan:
     """What the comparison of one rank found."""
 
     rank: int
     steps: RankSteps
+    todo: deque[int]  # steps that were not looked at yet
+    memory: Memory = field(default_factory=Memory)
+    seen_equal: set[int] = field(default_factory=set)  # steps that were compared elsewhere
     step: int | None = None  # of the divergence
     findings: tuple[Finding, ...] = ()  # in that step: the first, and what stands beside it
     chosen: Bools | None = None  # in that step: the pairs that were asked for
@@ -67,45 +81,63 @@ class RankScan:
     unmatched_target: int = 0
     not_comparable: int = 0
     filtered: int = 0
+    noise: int = 0
+    ignored: dict[int, int] = field(default_factory=dict)  # place of an ignore rule -> events
+    noisy: dict[str, int] = field(default_factory=dict)  # what is noise -> first step
     common_boundaries: int = 0  # pairs that are more than scalars, RNG states and batches
 
 
 def scan_rank(
-    scan: RankScan, selection: Selection, settings: Settings, *, verify: bool = False
+    scan: RankScan, request: Request, noise: RankNoise | None = None, *, only_equal: bool = False
 ) -> Iterator[int]:
     """Compare one rank up to its first divergent step and fill in `scan`; yields each step.
 
+    noise: of the same rank, to be left out.
+    only_equal: end before the first step that is not wholly equal.
     Raises TraceError for damaged files.
     """
-    steps, memory = scan.steps, Memory()
-    for step in steps.common:
+    while scan.todo:
+        step = scan.todo[0]
         yield step
-        entries = (steps.baseline[step], steps.target[steps.partner[step]])
-        if not selection.has_step(step):
+        entries = (scan.steps.baseline[step], scan.steps.target[scan.steps.partner[step]])
+        if step in scan.seen_equal:
+            scan.memory = replace(scan.memory, is_first=False, generators={})
+        elif not request.selection.has_step(step):
             scan.filtered += entries[0].num_events
-            continue
-        if not verify and entries[0].digest == entries[1].digest:
+        elif not request.verify and entries[0].digest == entries[1].digest:
             _count_equal_step(scan, step, entries[0].num_events)
-            memory = replace(memory, is_first=False, generators={})
-            continue
-        whole = steps.pairing(step, verify)
-        assert whole is not None
-        pairing, chosen = _restricted(scan, whole, selection, settings)
-        found = find(pairing, chosen, memory)
-        for name in found.unused:
-            scan.unused.setdefault(name, step)
-        if found.structure is not None and scan.structure is None:
-            scan.structure = (step, found.structure)
-        _count_pairs(scan, step, pairing, chosen, found.divergent)
-        if found.divergent:
-            scan.step, scan.findings, scan.chosen = step, found.divergent, chosen
-            return
+        else:
+            pairing = scan.steps.pairing(step, request.verify)
+            assert pairing is not None
+            if only_equal and not pairing.is_equal:
+                return
+            _compare_step(scan, step, pairing, request, noise)
+            if scan.step is not None:
+                return
+        scan.todo.popleft()
+
+
+def _compare_step(
+    scan: RankScan, step: int, pairing: Pairing, request: Request, noise: RankNoise | None
+) -> None:
+    pairing, chosen = _restricted(scan, pairing, request.selection, request.settings)
+    if noise is not None:
+        pairing, chosen = _without_noise(scan, pairing, chosen, noise, step)
+    found = find(pairing, chosen, scan.memory)
+    for name in found.unused:
+        scan.unused.setdefault(name, step)
+    if found.structure is not None and scan.structure is None:
+        scan.structure = (step, found.structure)
+    _count_pairs(scan, step, pairing, chosen, found.divergent)
+    if found.divergent:
+        scan.step, scan.findings, scan.chosen = step, found.divergent, chosen
 
 
 def _count_equal_step(scan: RankScan, step: int, num_events: int) -> None:
     scan.compared += num_events
     scan.certified += num_events
     scan.common_boundaries += num_events
+    scan.memory = replace(scan.memory, is_first=False, generators={})
     if num_events:
         scan.last_equal = (step, num_events - 1)
 
@@ -122,7 +154,33 @@ def _restricted(
     scan.filtered += int((~chosen).sum())
     scan.filtered += len(pairing.baseline_alone) - len(alone_b)
     scan.filtered += len(pairing.target_alone) - len(alone_t)
+    if selection.ignore:
+        lonely = np.setdiff1d(pairing.target_alone, alone_t)
+        _count_ignored(scan, selection, pairing.baseline, np.arange(len(pairing.baseline.batch)))
+        _count_ignored(scan, selection, pairing.target, lonely)
     return replace(pairing, baseline_alone=alone_b, target_alone=alone_t), chosen
+
+
+def _count_ignored(scan: RankScan, selection: Selection, side: Side, rows: Ints) -> None:
+    rules = selection.rules_of(side.columns.keys)[side.key[rows]]
+    for place, count in zip(*np.unique(rules[rules >= 0], return_counts=True), strict=True):
+        scan.ignored[int(place)] = scan.ignored.get(int(place), 0) + int(count)
+
+
+def _without_noise(
+    scan: RankScan, pairing: Pairing, chosen: Bools, noise: RankNoise, step: int
+) -> tuple[Pairing, Bools]:
+    """The pairing and the chosen pairs without what is noise in this step."""
+    sides = (pairing.baseline, pairing.target)
+    hidden = [noise.hides(step, side.columns)[side.key] for side in sides]
+    pairs = chosen & (hidden[0][pairing.baseline_rows] | hidden[1][pairing.target_rows])
+    alone_b = pairing.baseline_alone[~hidden[0][pairing.baseline_alone]]
+    alone_t = pairing.target_alone[~hidden[1][pairing.target_alone]]
+    scan.noise += int(pairs.sum())
+    scan.noise += len(pairing.baseline_alone) - len(alone_b)
+    scan.noise += len(pairing.target_alone) - len(alone_t)
+    scan.noisy = dict(noise.names)
+    return replace(pairing, baseline_alone=alone_b, target_alone=alone_t), chosen & ~pairs
 
 
 def _wanted(side: Side, rows: Ints, chosen: Bools, settings: Settings) -> Ints:

@@ -7,7 +7,6 @@ Out: a `Selection` that answers for numbers and for event keys.
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from upguard_plugin.compare.ignoring import IgnoreRule, pattern_of
 from upguard_plugin.errors import UsageError
 from upguard_plugin.records import PHASES, ROLES, EventKey
 
@@ -72,6 +72,7 @@ class Selection:
     modules: tuple[str, ...] = ()  # globs; a boundary below a match matches too
     roles: frozenset[str] = frozenset()
     phases: frozenset[str] = frozenset()
+    ignore: tuple[IgnoreRule, ...] = ()  # events that are left out
 
     @classmethod
     def parse(
@@ -101,14 +102,16 @@ class Selection:
     @property
     def all_events(self) -> bool:
         """Whether every event of a chosen step and rank is looked at."""
-        return not (self.modules or self.roles or self.phases)
+        return not (self.modules or self.roles or self.phases or self.ignore)
 
     def has_key(self, key: EventKey) -> bool:
         if self.roles and key.role not in self.roles:
             return False
         if self.phases and key.phase not in self.phases:
             return False
-        return self._pattern is None or self._pattern.match(key.boundary) is not None
+        if self._pattern is not None and self._pattern.match(key.boundary) is None:
+            return False
+        return self._rule_of(key) < 0
 
     def has_keys(self, keys: Sequence[EventKey]) -> npt.NDArray[np.bool_]:
         """One answer per key."""
@@ -116,12 +119,18 @@ class Selection:
             return np.ones(len(keys), dtype=np.bool_)
         return np.fromiter((self.has_key(key) for key in keys), dtype=np.bool_, count=len(keys))
 
+    def rules_of(self, keys: Sequence[EventKey]) -> npt.NDArray[np.int64]:
+        """Per key, the place in `ignore` of the rule that leaves it out, or -1."""
+        return np.fromiter(map(self._rule_of, keys), dtype=np.int64, count=len(keys))
+
+    def _rule_of(self, key: EventKey) -> int:
+        return next((place for place, rule in enumerate(self.ignore) if rule.matches(key)), -1)
+
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:
         if not self.modules:
             return None
-        globs = [glob for module in self.modules for glob in (module, f"{module}.*")]
-        return re.compile("|".join(fnmatch.translate(glob) for glob in globs))
+        return pattern_of(self.modules)
 
 
 def _words(text: str | None, known: tuple[str, ...], option: str) -> frozenset[str]:

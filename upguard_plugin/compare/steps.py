@@ -30,11 +30,18 @@ Entries = Mapping[int, StepEntry]
 class RankSteps:
     """The steps that both runs have of one rank."""
 
-    def __init__(self, baseline: Run, target: Run, rank: int, lag: int = 0) -> None:
+    def __init__(
+        self,
+        baseline: Run,
+        target: Run,
+        rank: int,
+        lag: int = 0,
+        space: KeySpace | None = None,
+    ) -> None:
         """lag: how many steps the target's numbers lag behind, where there are no iterations."""
         self.rank = rank
-        self._runs = (baseline, target)
-        self._space = KeySpace()
+        self.runs = (baseline, target)
+        self.space = space or KeySpace()
         self._kept: OrderedDict[int, Pairing] = OrderedDict()
         self.baseline = {entry.step: entry for entry in baseline.steps(rank)}
         self.target = {entry.step: entry for entry in target.steps(rank)}
@@ -62,12 +69,17 @@ class RankSteps:
         if step not in self.partner:
             return None
         if step not in self._kept:
-            baseline = self._runs[0].read(self.rank, step, verify=verify)
-            target = self._runs[1].read(self.rank, self.partner[step], verify=verify)
-            self._kept[step] = pair_step(baseline, target, self._space)
+            baseline = self.runs[0].read(self.rank, step, verify=verify)
+            target = self.runs[1].read(self.rank, self.partner[step], verify=verify)
+            self._kept[step] = pair_step(baseline, target, self.space)
             if len(self._kept) > _KEPT_STEPS:
                 self._kept.popitem(last=False)
         return self._kept[step]
+
+    def forget(self, step: int | None) -> None:
+        """Free the events of all steps but this one."""
+        for other in [kept for kept in self._kept if kept != step]:
+            del self._kept[other]
 
     def is_first_recorded(self, step: int) -> bool:
         return step == min(self.baseline) or self.partner[step] == min(self.target)

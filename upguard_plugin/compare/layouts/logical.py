@@ -102,7 +102,8 @@ class LogicalPair:
         if units.same_samples:  # else a batch that has no partner is the divergence
             common = units.common | {NONE}
             lost |= {name: _OTHER_GROUPS for name in names if name[1] not in common}
-        self.left_out.add(lost)
+        if (0, step) not in self._ranks:  # else the step is merged once more: it is counted
+            self.left_out.add(lost)
         return self._batch(0, step, merged[0], lost), self._batch(1, step, merged[1], lost)
 
     def _batch(

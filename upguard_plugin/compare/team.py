@@ -1,0 +1,121 @@
+"""The processes that compare two runs together.
+
+In:  what each of them found.
+Out: what all of them found, the same on each.
+
+All processes run the same code. They meet in `share` only, and whatever one of them reads from disk
+it reads inside of one: so an error on one process ends all with its sentence.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from upguard_plugin.errors import UpGuardError
+
+Item = TypeVar("Item")
+
+
+class Team(Protocol):
+    """What one process knows of the others."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def share(self, make: Callable[[], Sequence[Item]]) -> list[Item]:
+        """What all processes make, in order of the processes.
+
+        Raises on every process what was raised on the first that failed.
+        """
+        ...
+
+
+class Alone:
+    """One process that does everything."""
+
+    index = 0
+    size = 1
+
+    def share(self, make: Callable[[], Sequence[Item]]) -> list[Item]:
+        return list(make())
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process brings to a meeting."""
+
+    items: Sequence[Any] = ()
+    error: UpGuardError | None = None
+    fault: str | None = None  # our own mistake, as a traceback
+
+    @classmethod
+    def of(cls, make: Callable[[], Sequence[Any]]) -> Part:
+        try:
+            return cls(items=make())
+        except UpGuardError as error:
+            return cls(error=error)
+        except Exception:  # it must reach the others, which would wait for ever
+            return cls(fault=traceback.format_exc())
+
+
+class MemberError(RuntimeError):
+    """A process failed by a mistake of ours, or died."""
+
+
+def joined(parts: Sequence[Part]) -> list[Any]:
+    """The items of all parts. Raises the error of the first part that has one."""
+    for part in parts:
+        if part.error is not None:
+            raise part.error
+        if part.fault is not None:
+            raise MemberError(part.fault)
+    return [item for part in parts for item in part.items]
+
+
+@dataclass(slots=True)
+class MpiTeam:
+    """The processes of an `mpiexec`."""
+
+    communicator: Any  # of mpi4py
+    failed: bool = field(default=False)  # all processes know
+
+    @property
+    def index(self) -> int:
+        return int(self.communicator.Get_rank())
+
+    @property
+    def size(self) -> int:
+        return int(self.communicator.Get_size())
+
+    def share(self, make: Callable[[], Sequence[Item]]) -> list[Item]:
+        parts = self.communicator.allgather(Part.of(make))
+        self.failed = True
+        found = joined(parts)
+        self.failed = False
+        return found
+
+
+@dataclass(slots=True)
+class LocalTeam:
+    """Processes of one machine; the first collects what the others found."""
+
+    index: int
+    size: int
+    connections: Sequence[Any]  # of the first: to each other process; of those: to the first
+
+    def share(self, make: Callable[[], Sequence[Item]]) -> list[Item]:
+        part = Part.of(make)
+        try:
+            if self.index:
+                self.connections[0].send(part)
+                return joined(self.connections[0].recv())
+            parts = [part, *(connection.recv() for connection in self.connections)]
+            for connection in self.connections:
+                connection.send(parts)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise MemberError("a process of --jobs has died") from None
+        return joined(parts)
