@@ -108,7 +108,8 @@ def test_every_event_of_a_micro_batch_says_which_it_is(ran, name):
     folder, _ = ran
     seen = defaultdict(set)
     for event in events(folder / "runs" / name):
-        if event.key.group is None:
+        is_operator = (event.key.operator or "").startswith("aten.")  # the schedule has its own
+        if event.key.group is None and not is_operator:
             seen[event.key.phase].add(event.microbatch)
 
     assert seen["forward"] == seen["backward"] == seen["accumulate"] == {0, 1, 2, 3}
