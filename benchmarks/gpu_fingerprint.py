@@ -59,16 +59,22 @@ def check_equality(device):
 
 
 def check_measures(device):
-    tensor = torch.randn(300, 1000)
+    """Measured tensors in whole blocks, strided, shifted and with bytes left over."""
+    tensor = torch.randn(301, 1001)
     tensor[3, 4], tensor[5, 6] = torch.nan, torch.inf
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2)
+    views = (lambda t: t, lambda t: t.t(), lambda t: t[:, 7:900], lambda t: t.reshape(-1)[1:])
     found = []
-    for one in (tensor, tensor.to(device)):
+    for place in (torch.device("cpu"), device):
         queue = FingerprintQueue(magnitudes=True, sketch_size=64)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2):
-            queue.put(one.to(dtype), sketch=True)
+        for dtype in dtypes:
+            for view in views:
+                queue.put(view(tensor.to(dtype).to(place)), sketch=True)
         found.append(queue.take())
     cpu, gpu = found
-    same = (cpu.nonfinite == gpu.nonfinite).all() and (cpu.max_abs == gpu.max_abs).all()
+    same = all(
+        (getattr(cpu, k) == getattr(gpu, k)).all() for k in ("h", "s", "nonfinite", "max_abs")
+    )
     close = abs(cpu.sketch - gpu.sketch).max() <= 1e-9 * abs(cpu.sketch).max()
     if not (same and close):
         print("DIFFERENT  measures", cpu, gpu)
@@ -106,35 +112,44 @@ def device_seconds(action, repeats):
     return best
 
 
+def actions_on(tensor):
+    """What is timed on a tensor, by name; and the queues that hold slots until they are taken."""
+    target = torch.empty_like(tensor)
+    plain = FingerprintQueue()
+    magnitudes = FingerprintQueue(magnitudes=True)
+    sketch = FingerprintQueue(magnitudes=True, sketch_size=64)
+    actions = {
+        "fingerprint": lambda: plain.put(tensor),
+        "+magnitudes": lambda: magnitudes.put(tensor),
+        "+sketch": lambda: sketch.put(tensor, sketch=True),
+        "sum": tensor.sum,
+        "hash_tensor": lambda: torch.hash_tensor(tensor),
+        "copy": lambda: target.copy_(tensor),
+    }
+    return actions, (plain, magnitudes, sketch)
+
+
 def bandwidth(device):
     print("\nGB/s read (copy: read and written)")
-    print(f"{'tensor':22}{'fingerprint':>13}{'sum':>9}{'hash_tensor':>13}{'copy':>9}{'of copy':>9}")
     for mib in SIZES_MIB:
         for dtype in (torch.bfloat16, torch.float32):
             tensor = torch.randn((mib << 20) // dtype.itemsize, device=device).to(dtype)
-            target, queue = torch.empty_like(tensor), FingerprintQueue()
-            repeats = max(3, 2048 // mib)
-            actions = {
-                "fingerprint": lambda q=queue, t=tensor: q.put(t),
-                "sum": tensor.sum,
-                "hash_tensor": lambda t=tensor: torch.hash_tensor(t),
-                "copy": lambda a=target, t=tensor: a.copy_(t),
-            }
+            actions, queues = actions_on(tensor)
+            if (mib, dtype) == (SIZES_MIB[0], torch.bfloat16):
+                print(f"{'tensor':18}" + "".join(f"{name:>13}" for name in [*actions, "of copy"]))
             speed = {}
             for name, action in actions.items():
                 times = 2 if name == "copy" else 1
                 try:
-                    speed[name] = times * tensor.nbytes / device_seconds(action, repeats) / 1e9
+                    seconds = device_seconds(action, max(3, 2048 // mib))
+                    speed[name] = times * tensor.nbytes / seconds / 1e9
                 except (RuntimeError, AttributeError):
                     speed[name] = float("nan")
-                queue.take()
-            cells = [speed[name] for name in actions]
+                for queue in queues:
+                    queue.take()
             title = f"{str(dtype).removeprefix('torch.')} {mib} MiB"
-            print(
-                f"{title:22}{cells[0]:13.0f}{cells[1]:9.0f}{cells[2]:13.0f}{cells[3]:9.0f}"
-                f"{cells[0] / cells[3]:8.2f}x",
-                flush=True,
-            )
+            cells = "".join(f"{value:13.0f}" for value in speed.values())
+            print(f"{title:18}{cells}{speed['fingerprint'] / speed['copy']:12.2f}x", flush=True)
 
 
 def launch_cost(device):

@@ -20,6 +20,7 @@ import tempfile
 import time
 import tracemalloc
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch.utils._debug_mode import DebugMode
@@ -58,7 +59,7 @@ class Plain:
 class Level(Plain):
     """The training, recorded."""
 
-    config: dict[str, object] = {}
+    config: ClassVar[dict[str, object]] = {}
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -90,7 +91,7 @@ class Level(Plain):
 
 class Module(Level):
     name = "level module"
-    config = {"level": "module"}
+    config: ClassVar[dict[str, object]] = {"level": "module"}
 
 
 class Op(Level):
@@ -99,7 +100,7 @@ class Op(Level):
 
 class OpOutputs(Level):
     name = "level op, outputs only"
-    config = {"roles": ["output"]}
+    config: ClassVar[dict[str, object]] = {"roles": ["output"]}
 
 
 class Debug(Plain):

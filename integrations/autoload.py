@@ -21,6 +21,7 @@ from upguard_plugin.integrations.when_imported import when_imported
 # Module in which a framework's switch shows -> the adapter whose `patch(module)` looks for it.
 SEAMS = {
     "deepspeed": "upguard_plugin.integrations.deepspeed",
+    "accelerate.utils.deepspeed": "upguard_plugin.integrations.hugging_face",
     "megatron.training.arguments": "upguard_plugin.integrations.megatron",
     "megatron.training.training": "upguard_plugin.integrations.megatron",
 }

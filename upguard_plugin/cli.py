@@ -131,9 +131,11 @@ def compare(
 ) -> int:
     """Compare the runs in two directories and name their first divergence."""
     from upguard_plugin.compare.driver import Comparison, team_for  # slow to load: numpy, pyarrow
+    from upguard_plugin.compare.dumped import show_command
     from upguard_plugin.compare.selection import Selection
     from upguard_plugin.report.progress import Progress
     from upguard_plugin.report.text import verdict_text  # slow to load: pydantic
+    from upguard_plugin.trace.reader import open_trace
 
     comparison = Comparison(
         Path(baseline),
@@ -155,13 +157,18 @@ def compare(
             raise
     if team.index:
         return verdict.exit_code
-    report = verdict.to_json() if form == "json" else verdict_text(verdict, verbose=verbose)
+    if form == "json":
+        report = verdict.to_json()
+    else:
+        traces = open_trace(Path(baseline)), open_trace(Path(target))
+        elements = show_command(*traces, verdict.first_divergence)
+        report = verdict_text(verdict, verbose=verbose, elements=elements)
     write_report([report], output, quiet)
     return verdict.exit_code
 
 
 @upguard.command()
-@click.argument("run")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN | --diff BASELINE TARGET")
 @selection_options
 @output_options
 def check(
@@ -197,29 +204,45 @@ def check(
 @click.argument("run")
 @selection_options
 @click.option("--phase", metavar="LIST", help="Only these phases: forward,loss.")
+@click.option("--diff", is_flag=True, help="Compare the elements of tensors that were dumped.")
+@click.option("--event", metavar="WORDS", default="", help="With --diff: 'step 1 head output'.")
 @click.option("--limit", type=click.IntRange(min=0), default=None, help="At most so many events.")
 @output_options
 def show(
-    run: str,
+    runs: tuple[str, ...],
     steps: str | None,
     ranks: str | None,
     modules: str | None,
     roles: str | None,
     phase: str | None,
+    diff: bool,
+    event: str,
     limit: int | None,
     form: str,
     output: str | None,
     quiet: bool,
     verbose: bool,
 ) -> int:
-    """Print the events of one run, as a table or as one JSON object a line."""
+    """Print the events of one run, or how the dumped tensors of two runs differ."""
     from upguard_plugin.compare.browse import browse  # slow to load: numpy
+    from upguard_plugin.compare.dumped import EventName, dumped_pairs
     from upguard_plugin.compare.selection import Selection
+    from upguard_plugin.report.elements import diff_lines
     from upguard_plugin.report.events import event_lines  # slow to load: pydantic
     from upguard_plugin.trace.reader import open_trace  # slow to load: pyarrow
 
+    if len(runs) != 1 + diff:
+        raise UsageError(
+            f"show takes {'two runs with' if diff else 'one run without'} --diff, not {len(runs)}",
+            remedy="upguard show RUN, or upguard show --diff BASELINE TARGET",
+        )
     selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles, phase=phase)
-    events = browse(open_trace(Path(run)), selection, limit)
+    traces = [open_trace(Path(path)) for path in runs]
+    if diff:
+        pairs = dumped_pairs(traces[0], traces[1], selection, EventName.parse(event))
+        write_report(diff_lines(pairs, form, limit), output, quiet)
+        return EXIT_IDENTICAL
+    events = browse(traces[0], selection, limit)
     write_report(event_lines(events, form, verbose=verbose), output, quiet)
     return EXIT_IDENTICAL
 

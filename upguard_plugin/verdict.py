@@ -217,6 +217,37 @@ class SeenEvent(Model):
     source: SourceRef | None
 
 
+class Specials(Model):
+    """How many elements of a tensor are no ordinary number."""
+
+    nan: int
+    infinite: int
+    negative_zero: int
+
+
+class ElementDiff(Model):
+    """How two tensors of one dtype and shape differ, element by element."""
+
+    differing: int
+    total: int
+    pattern: str  # "one element", "row 3", "every 4th element from 1 to 61", ...
+    first: list[list[int]]  # the first places that differ
+    max_abs: float | None  # largest difference; None where no pair of finite numbers differs
+    max_rel: float | None  # the same by the larger magnitude of the two
+    ulps: dict[str, int]  # units of the last place ("1", "2", "3-4", ...) and how many
+    baseline: Specials
+    target: Specials
+
+
+class SeenDiff(Model):
+    """One event of both runs whose tensors were kept, as `upguard show --diff` prints it."""
+
+    event: SeenEvent  # the baseline's
+    target_fingerprint: str
+    target_form: str | None  # dtype and shape in the target, where they are others
+    elements: ElementDiff | None  # None where the forms differ
+
+
 def json_schema() -> str:
     """The JSON schema of `Verdict`, as docs/verdict.schema.json holds it."""
     schema = Verdict.model_json_schema(by_alias=True, mode="serialization")

@@ -49,12 +49,14 @@ def _add_probes(guard: Guard, engine: Any, shards: Shards) -> None:
         if isinstance(probe, CollectiveProbe):
             probe.owners.insert(0, buffers.name)
             probe.placers.append(buffers.place)
+            for axis in reversed(guard.layout.axes):  # of groups with equal members the first names
+                probe.groups.name(axis.ranks, axis.name)
     _read_gradients_first(guard)
 
 
 def _read_gradients_first(guard: Guard) -> None:
     """Have gradients recorded before ZeRO's own hooks reduce them and take them away."""
     for parameter in guard.names.parameters.values():
-        hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        hooks = parameter._post_accumulate_grad_hooks
         if hooks:
-            hooks.move_to_end(next(reversed(hooks)), last=False)
+            hooks.move_to_end(next(reversed(hooks)), last=False)  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ weight, and its bits differ between two equal runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,10 @@ from upguard_plugin.capture.guard import Guard
 from upguard_plugin.integrations.deepspeed.shards import Shards
 from upguard_plugin.records import Piece, Placement
 
+# Ranks compare their own numbers of weights and modules, which count all that a process has made:
+# nothing of the training.
+_CHECK = "assert_ints_same_as_other_ranks"
+_ZERO = "deepspeed.runtime.zero."
 _REDUCE3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
 
@@ -36,6 +41,7 @@ class Buffers:
         # The calls that are under way, each with what finds the parameters behind a buffer.
         self._calls: list[tuple[str, Callable[[Tensor], Sequence[Any]]]] = []
         self._single: Any = None  # the parameter whose part was the last input, on its own
+        self._was_active = False
         self._replacements: list[Replacement] = []
 
     def attach(self) -> None:
@@ -44,6 +50,9 @@ class Buffers:
         self._watch(self._engine, "allreduce_bucket", "grad", self._in_bucket)
         self._watch(optimizer, "reduce_ipg_grads", "grad", lambda *_a, **_k: self._pending)
         self._watch(optimizer, _REDUCE3, "grad", lambda *_a, **_k: self._pending)
+        for name, module in list(sys.modules.items()):
+            if name.startswith(_ZERO) and hasattr(module, _CHECK):
+                self._replacements.append(Replacement(module, _CHECK, self._hide, self._show))
         if self._is_stage3:
             for parameter in self._guard.names.parameters.values():
                 for name in ("all_gather", "all_gather_coalesced"):
@@ -53,6 +62,13 @@ class Buffers:
         """Leave DeepSpeed as it was."""
         while self._replacements:
             self._replacements.pop().remove()
+
+    def _hide(self, *_args: Any, **_kwargs: Any) -> None:
+        self._was_active = self.recorder.active
+        self.recorder.select(False)
+
+    def _show(self, _result: Any, *_args: Any, **_kwargs: Any) -> None:
+        self.recorder.select(self._was_active)
 
     def name(self, tensor: Tensor) -> str | None:
         """Whose data a buffer holds, for people."""
@@ -133,7 +149,8 @@ class Buffers:
     def _gathered(self, parameter: Any) -> Callable[..., Any]:
         def find(parameters: Any = None, *_args: Any, **kwargs: Any) -> Callable[..., Any]:
             given = kwargs.get("param_list", kwargs.get("params", parameters))
-            wanted = [parameter] if given is None else list(given)
+            # In the order in which DeepSpeed lays them out; it is given a set.
+            wanted = [parameter] if given is None else sorted(given, key=lambda p: p.ds_id)
             self._single = None
 
             def of(tensor: Tensor) -> Sequence[Any]:

@@ -70,6 +70,7 @@ class _Seam:
         if settings is None:
             return original(*args, **kwargs)
         check_version(self._deepspeed.__version__)
+        self._deepspeed.initialize.__upguard__ = "used"  # `integrations/hugging_face` asks
         self._is_initializing = True
         try:
             result = original(*args, **kwargs)

@@ -48,8 +48,8 @@ class Shards:
         self._flats: list[Tensor] = []  # kept, so that no identity is used again
         for flat, parameters in _partitions(engine.optimizer):
             self._add(flat, parameters)
-        for flat, parameters in _whole_groups(engine.optimizer):
-            self._add_whole(flat, parameters)
+        for flat, group in _whole_groups(engine.optimizer):
+            self._add_whole(flat, group)
         for name, parameter in names.parameters.items():
             if name not in self.by_name and hasattr(parameter, "ds_tensor"):  # frozen
                 self.by_name[name] = _shard3(parameter)

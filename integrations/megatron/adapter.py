@@ -10,15 +10,14 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config
 
-from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.guard import Guard, enable
 from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.capture.rng import State, state_bytes
+from upguard_plugin.integrations.megatron.buckets import BucketOwner
 from upguard_plugin.integrations.megatron.layout import find_layout
 from upguard_plugin.integrations.megatron.names import GlobalNames
 from upguard_plugin.integrations.megatron.optimizer import (
-    BucketOwner,
     MegatronOptimizerProbe,
     chained,
     find_shards,
@@ -28,6 +27,7 @@ from upguard_plugin.integrations.megatron.optimizer import (
 from upguard_plugin.integrations.megatron.pauses import PauseProbe
 from upguard_plugin.integrations.megatron.placements import (
     MegatronPlacements,
+    Shard,
     find_rules,
     partial_axes,
 )
@@ -73,28 +73,27 @@ def begin(
     )
     if guard.probes:
         rules.misfit = guard.recorder.note
-        _add_probes(guard, chunks, optimizer, rules, shards)
+        try:
+            _add_probes(guard, chunks, optimizer, shards)
+        except BaseException:
+            guard.close()
+            raise
     return guard
 
 
-def _add_probes(
-    guard: Guard, chunks: list[Any], optimizer: Any, rules: MegatronPlacements, shards: Any
-) -> None:
-    optimizers = MegatronOptimizerProbe(guard, optimizer, chunks, rules, shards)
+def _add_probes(guard: Guard, chunks: list[Any], optimizer: Any, shards: dict[str, Shard]) -> None:
+    optimizers = MegatronOptimizerProbe(guard, optimizer, chunks, shards)
     schedule = ScheduleProbe(guard, schedules, optimizers.record_final_gradients)
     # Timers exchange what the clock said.
     clocks = PauseProbe(guard, [(Timers, "get_all_timers_string"), (Timers, "write")])
-    for probe in (optimizers, schedule, clocks):
-        guard.probes.append(probe)
-        probe.attach()
-    for probe in guard.probes:
-        if isinstance(probe, CollectiveProbe):
-            probe.owners.insert(0, BucketOwner(chunks, guard.names))
+    for added in (optimizers, schedule, clocks):
+        guard.probes.append(added)
+        added.attach()
+    if guard.collectives is not None:
+        guard.collectives.owners.append(BucketOwner(chunks, guard.names))
     tracker = tensor_parallel.get_cuda_rng_tracker()
     for name in tracker.get_states():
         guard.states.generators[f"megatron.{name}"] = partial(_tracked_state, name)
-    for chunk in chunks:
-        _keep_gathering_first(chunk)
 
 
 def _tracked_state(name: str) -> State:
@@ -112,20 +111,3 @@ def _tied(chunks: list[Any], layout: Any) -> list[list[str]] | None:
             if getattr(module, "share_embeddings_and_output_weights", False):
                 return [[EMBEDDING, OUTPUT]]
     return None
-
-
-def _keep_gathering_first(chunk: Any) -> None:
-    """Have Megatron's own hooks, which wait for a weight to be gathered, run before ours.
-
-    Megatron-LM takes them off for the first step and hangs them on again.
-    """
-    enable_hooks = getattr(chunk, "enable_forward_pre_hook", None)
-    if enable_hooks is None or not getattr(chunk, "use_forward_hook", False):
-        return
-
-    def enable_forward_pre_hook() -> None:
-        enable_hooks()
-        for module, handle in chunk.remove_forward_pre_hook_handles.items():
-            module._forward_pre_hooks.move_to_end(handle.id, last=False)
-
-    chunk.enable_forward_pre_hook = enable_forward_pre_hook

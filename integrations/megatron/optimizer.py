@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from upguard_plugin.capture.clipping import Replacement
@@ -23,7 +23,7 @@ from upguard_plugin.capture.guard import Guard
 from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
-from upguard_plugin.integrations.megatron.placements import MegatronPlacements, Shard
+from upguard_plugin.integrations.megatron.placements import Shard
 
 _EPSILON = 1e-6  # what Megatron adds to the norm before it divides by it
 
@@ -82,19 +82,17 @@ class MegatronOptimizerProbe:
         guard: Guard,
         optimizer: Any,
         chunks: list[Any],
-        placements: MegatronPlacements,
         shards: dict[str, Shard],
     ) -> None:
         self.recorder = guard.recorder
         self._guard = guard
         self._optimizer = optimizer
         self._chunks = chunks
-        self._placements = placements
         self._shards = shards
         self._inner = chained(optimizer)
         self._is_distributed = any(map(is_distributed, self._inner))
         self._final = -1  # the step whose final gradients are recorded
-        self._syncs: list[AbstractContextManager[None]] = []
+        self._places: list[AbstractContextManager[None]] = []  # of calls that have begun
         self._replacements: list[Replacement] = []
 
     def attach(self) -> None:
@@ -106,6 +104,9 @@ class MegatronOptimizerProbe:
         ]
         replace += [(o, "prepare_grads", None, self._after_prepare(o)) for o in self._inner]
         for chunk in self._chunks:
+            if getattr(chunk, "use_forward_hook", False):
+                put_first = partial(_put_gathering_first, chunk)
+                replace.append((chunk, "enable_forward_pre_hook", None, put_first))
             groups = [*getattr(chunk, "bucket_groups", ())]
             groups += getattr(chunk, "expert_parallel_bucket_groups", ())
             replace += [
@@ -151,9 +152,13 @@ class MegatronOptimizerProbe:
 
     def _before_step(self, *_args: Any, **_kwargs: Any) -> None:
         self.record_final_gradients()
+        # What comes now, until the torch optimizer steps, is unscaling, norm and clipping.
+        self._enter(self._guard.position.outside_microbatches("clip"))
 
     @shielded
     def _after_step(self, result: Any, *_args: Any, **_kwargs: Any) -> None:
+        self._leave()
+        self._guard.position.phase = "optimizer"  # until the step ends
         if isinstance(result, tuple) and result and result[0] is False:
             self._guard.mark = "skipped"
 
@@ -187,13 +192,18 @@ class MegatronOptimizerProbe:
         )
 
     def _before_param_sync(self, *_args: Any, **_kwargs: Any) -> None:
-        sync = self._guard.position.in_phase("param_sync")
-        sync.__enter__()
-        self._syncs.append(sync)
+        self._enter(self._guard.position.in_phase("param_sync"))
 
     def _after_param_sync(self, *_args: Any, **_kwargs: Any) -> None:
-        if self._syncs:
-            self._syncs.pop().__exit__(None, None, None)
+        self._leave()
+
+    def _enter(self, place: AbstractContextManager[None]) -> None:
+        place.__enter__()
+        self._places.append(place)
+
+    def _leave(self) -> None:
+        if self._places:
+            self._places.pop().__exit__(None, None, None)
 
     def _record_loss_scale(self, now: Snapshot) -> None:
         for number, optimizer in enumerate(self._inner):
@@ -225,45 +235,17 @@ class MegatronOptimizerProbe:
         return None if shard is None else parameter.detach().view(-1)[shard.start : shard.end]
 
 
+def _put_gathering_first(chunk: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Have Megatron's own hooks, which wait until a weight is gathered, run before ours.
+
+    Megatron-LM takes them off for the first step and hangs them on again.
+    """
+    for module, handle in chunk.remove_forward_pre_hook_handles.items():
+        module._forward_pre_hooks.move_to_end(handle.id, last=False)
+
+
 def _gathers_late(chunk: Any) -> bool:
     """Whether weights are gathered during the next forward only, bucket by bucket."""
     config = getattr(chunk, "ddp_config", None)
     distributed = getattr(config, "use_distributed_optimizer", False)
     return bool(distributed and getattr(config, "overlap_param_gather", False))
-
-
-class BucketOwner:
-    """Names a buffer of gradients or weights by the parameters in it."""
-
-    def __init__(self, chunks: list[Any], names: ParameterNames) -> None:
-        self._buckets = [
-            (bucket, _names_in(bucket, names))
-            for chunk in chunks
-            for buffers in ("buffers", "expert_parallel_buffers")
-            for buffer in getattr(chunk, buffers, ())
-            for bucket in getattr(buffer, "buckets", ())
-        ]
-
-    def __call__(self, tensor: torch.Tensor) -> str | None:
-        if tensor.layout is not torch.strided or tensor.numel() == 0:
-            return None
-        for bucket, name in self._buckets:
-            if _is_inside(tensor, bucket.grad_data):
-                return f"{name}.main_grad"
-            if bucket.param_data is not None and _is_inside(tensor, bucket.param_data):
-                return name
-        return None
-
-
-def _names_in(bucket: Any, names: ParameterNames) -> str:
-    found = [name for p in bucket.params_list if (name := names.of(p)) is not None]
-    if len(found) < 2:
-        return "".join(found) or "?"
-    return f"{len(found)} parameters from {found[0]} to {found[-1]}"
-
-
-def _is_inside(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
-    if tensor.dtype != buffer.dtype or tensor.device != buffer.device:
-        return False
-    start, size = buffer.data_ptr(), buffer.numel() * buffer.element_size()
-    return start <= tensor.data_ptr() < start + size

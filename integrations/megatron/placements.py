@@ -69,11 +69,6 @@ class MegatronPlacements(Placements):
         """The axes over which a parameter's gradient is a partial sum while it is accumulated."""
         return ("dp", "cp", "edp", *self._partial.get(boundary, ()))
 
-    def of_shard(self, boundary: str) -> Placement | None:
-        """The placement of this rank's slice of a parameter."""
-        shard = self._shards[boundary]
-        return self.of(boundary, "master", "master", torch.Size([shard.size]))
-
     def _find(self, boundary: str, role: str, slot: str, shape: torch.Size) -> Placement | None:
         given = self._user._find(boundary, role, slot, shape)
         if given is not None:
@@ -127,10 +122,20 @@ def find_rules(
         split = getattr(parameter, "tensor_model_parallel", False)
         if split and any(name.startswith(f"{outer}.") for outer in undescribed):
             continue
+        if _is_between_meshes(name, parameter, layout):
+            continue
         rules[name] = parameter_spec(name, parameter, config, vocabulary_size)
     for batch in ("input_ids", "position_ids", "labels", "loss_mask", "tokens"):
         rules[batch] = fill("{B} {C}")
     return rules
+
+
+def _is_between_meshes(name: str, parameter: Any, layout: Layout) -> bool:
+    """Whether an expert is split over etp but its gradient summed as a dense one's."""
+    tp, etp = layout.axis("tp"), layout.axis("etp", "expert")
+    if ".experts." not in name or not getattr(parameter, "allreduce", True):
+        return False
+    return tp is not None and etp is not None and tp.ranks != etp.ranks
 
 
 def partial_axes(
@@ -140,7 +145,9 @@ def partial_axes(
     found: dict[str, tuple[str, ...]] = {}
     for name, parameter in names.parameters.items():
         axes: tuple[str, ...] = ()
-        if getattr(parameter, "sequence_parallel", False):
+        # Norms of queries and keys see the heads of their rank only.
+        per_head = ".q_layernorm." in name or ".k_layernorm." in name
+        if getattr(parameter, "sequence_parallel", False) or per_head:
             axes += ("tp",)
         if name in tied:
             axes += ("pp",)

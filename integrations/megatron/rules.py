@@ -64,10 +64,9 @@ def _norm(name: str, module: Any) -> Activations:
 def _attention_core(name: str, module: Any) -> Activations:
     heads = dict.fromkeys(("query", "key", "value"), "{C} {B} n[tp] d")
     config = getattr(module, "config", None)
-    if getattr(config, "num_query_groups", None) is not None:
-        tp = getattr(config, "tensor_model_parallel_size", 1)
-        if config.num_query_groups < tp:  # several ranks hold copies of one group
-            heads = {"query": heads["query"]}
+    groups = getattr(config, "num_query_groups", None)
+    if groups is not None and groups < getattr(config, "tensor_model_parallel_size", 1):
+        heads = {"query": heads["query"]}  # several ranks hold copies of one group
     return Activations(heads, ("{C} {B} h[tp]",))
 
 

@@ -22,14 +22,14 @@ def flip_bit(tensor: torch.Tensor, element: int = 0, bit: int = 0) -> None:
 
 
 class FlippedCall(TorchDispatchMode):
-    """Flips one bit of one element that the n-th call of an operator wrote or returned.
+    """Corrupts one tensor that the n-th call of an operator wrote or returned; see `corrupt`.
 
-    Of floating-point numbers a bit of the mantissa, of integers and bools the last one.
+    Of floating-point numbers a bit of the mantissa is flipped, of integers and bools the last one.
     """
 
-    def __init__(self, operator: str, nth: int, draw: random.Random) -> None:
+    def __init__(self, operator: str, nth: int, draw: random.Random, how: str = "bit") -> None:
         super().__init__()
-        self._operator, self._nth, self._draw = operator, nth, draw
+        self._operator, self._nth, self._draw, self._how = operator, nth, draw, how
         self._seen = 0
 
     def __torch_dispatch__(
@@ -45,9 +45,11 @@ class FlippedCall(TorchDispatchMode):
     def _flip(self, result: Any) -> None:
         choices = result if isinstance(result, (tuple, list)) else [result]
         choices = [t for t in choices if isinstance(t, torch.Tensor) and t.numel()]
+        if self._how == "sign":
+            choices = [t for t in choices if t.is_floating_point()] or choices
         tensor = self._draw.choice(choices)
-        bit = self._draw.randrange(20) if tensor.is_floating_point() else 0
-        flip_bit(tensor, self._draw.randrange(tensor.numel()), bit)
+        how = self._how if tensor.is_floating_point() else "bit"
+        corrupt(tensor, how, self._draw)
 
 
 class FlippedOperator(TorchDispatchMode):
@@ -71,3 +73,28 @@ class FlippedOperator(TorchDispatchMode):
                 flip_bit(value, int(largest))
             self._seen += 1
         return result
+
+
+def corrupt(tensor: torch.Tensor, how: str, draw: random.Random) -> None:
+    """Change a tensor in place: "bit", "two", "strided", "row" or "sign".
+
+    One element, two, every 7th, a whole row of the last dim; or the sign of one. The numbers that a
+    float gets are finite.
+    """
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    bit = draw.randrange(20) if tensor.is_floating_point() else 0
+    first = draw.randrange(tensor.numel())
+    if how == "sign":
+        # Of a zero only the sign may differ, which a sum would lose.
+        flip_bit(tensor, int(flat.abs().argmax()), 8 * tensor.element_size() - 1)
+        return
+    width = tensor.shape[-1] if tensor.dim() else 1
+    chosen = {
+        "bit": [first],
+        "two": sorted({first, draw.randrange(tensor.numel())}),
+        "strided": range(first % 7, tensor.numel(), 7),
+        "row": range(first // width * width, first // width * width + width),
+    }[how]
+    for element in chosen:
+        if element < tensor.numel():
+            flip_bit(tensor, element, bit)

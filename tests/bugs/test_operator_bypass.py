@@ -1,4 +1,4 @@
-"""A write that torch does not show: the tensor is said to be overwritten, its reader is not blamed."""
+"""A write that torch does not show: the tensor was overwritten, and its reader is not blamed."""
 
 from __future__ import annotations
 

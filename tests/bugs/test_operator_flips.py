@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,9 @@ def results_of(run: Path, step: int) -> list[tuple[str, dict[str, Any]]]:
     return calls
 
 
-def test_two_identical_runs_are_identical(clean, tmp_path):
-    again = record(tmp_path / "again", level="op", **SMALL)
-    assert compare(clean, again)["verdict"] == "identical"
-
-
-@pytest.mark.parametrize("seed", range(NUM_FLIPS))
-def test_a_flipped_bit_is_blamed_on_its_operator(clean, tmp_path, seed):
-    draw = random.Random(seed)
+def blamed(clean: Path, output: Path, seed: int, how: str) -> tuple[Any, Any]:
+    """Corrupt one operator's result: its place, and the place that the verdict names."""
+    draw = random.Random(f"{how} {seed}")
     calls = results_of(clean, STEP)
     chosen = draw.randrange(len(calls))
     operator, place = calls[chosen]
@@ -56,9 +52,53 @@ def test_a_flipped_bit_is_blamed_on_its_operator(clean, tmp_path, seed):
     nth = sum(name == operator for name, _ in earlier)
 
     faulty = record(
-        tmp_path / "faulty", level="op",
-        mode=partial(FlippedCall, operator, nth, draw), **SMALL,
-    )  # fmt: skip
+        output, level="op", mode=partial(FlippedCall, operator, nth, draw, how), **SMALL
+    )
 
     verdict = compare(clean, faulty)
-    assert dict(zip(place, found(verdict, *place), strict=True)) == place
+    return place, dict(zip(place, found(verdict, *place), strict=True))
+
+
+@pytest.mark.parametrize("repeat", range(3))
+def test_two_identical_runs_are_identical(clean, tmp_path, repeat):
+    again = record(tmp_path / "again", level="op", **SMALL)
+    assert compare(clean, again)["verdict"] == "identical"
+
+
+@pytest.mark.parametrize("seed", range(NUM_FLIPS))
+def test_a_flipped_bit_is_blamed_on_its_operator(clean, tmp_path, seed):
+    place, named = blamed(clean, tmp_path / "faulty", seed, "bit")
+    assert named == place
+
+
+@pytest.mark.parametrize("how", ["two", "strided", "row", "sign"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_corruption_of_many_elements_is_blamed_on_its_operator(clean, tmp_path, seed, how):
+    place, named = blamed(clean, tmp_path / "faulty", seed, how)
+    assert named == place
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(NUM_FLIPS, 200))
+def test_200_flipped_bits_are_blamed_on_their_operators(clean, tmp_path, seed):
+    place, named = blamed(clean, tmp_path / "faulty", seed, "bit")
+    assert named == place
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["two", "strided", "row", "sign"])
+@pytest.mark.parametrize("seed", range(2, 25))
+def test_100_corruptions_are_blamed_on_their_operators(clean, tmp_path, seed, how):
+    place, named = blamed(clean, tmp_path / "faulty", seed, how)
+    assert named == place
+
+
+@pytest.mark.long
+def test_50_identical_pairs_are_identical(tmp_path):
+    """Of the whole GPT, one after the other."""
+    before = record(tmp_path / "run0", level="op")
+    for number in range(1, 51):
+        again = record(tmp_path / f"run{number}", level="op")
+        assert compare(before, again)["verdict"] == "identical", number
+        shutil.rmtree(before)
+        before = again

@@ -32,6 +32,7 @@ def record(
     output: Path,
     *,
     level: str = "module",
+    config: dict[str, Any] | None = None,
     mode: Callable[[], AbstractContextManager[object]] = nullcontext,
     before_step: Deed = nothing,
     after_update: Deed = nothing,
@@ -47,8 +48,10 @@ def record(
     with (
         mode(),
         upguard_plugin.enable(
-            model, optimizer, {"level": level, "output_dir": str(output), "program": output.name}
-        ) as guard,
+            model,
+            optimizer,
+            {"level": level, "output_dir": str(output), "program": output.name} | (config or {}),
+        ) as guard,  # fmt: skip
     ):
         for step in range(NUM_STEPS):
             shape = (BATCH, model.length + 1)

@@ -61,7 +61,7 @@ def test_sparse_and_empty_tensors_are_recorded(tmp_path):
         return model(torch.sparse.mm(sparse, x.t()).t() + empty.sum() + (after - before).sum())
 
     run = train(tmp_path / "run", linear(), forward=forward)
-    reads = [e for e in named(run, "aten.mul", role="input", slot="args.0")]
+    reads = list(named(run, "aten.mul", role="input", slot="args.0"))
     assert reads[0].h != reads[1].h
     assert named(run, "aten._sparse_mm") or named(run, "aten._sparse_addmm")
 

@@ -185,7 +185,7 @@ def test_what_numpy_writes_is_seen_by_the_next_reader_and_not_blamed_on_it(tmp_p
         for write in (False, True)
     ]
     made = [
-        [e for e in run if e.operator == "aten.mul" and e.role == "output"][0] for run in events
+        next(e for e in run if e.operator == "aten.mul" and e.role == "output") for run in events
     ]
     read = [[e for e in run if e.operator == "aten.mul" and e.role == "input"][1] for run in events]
     assert made[0].h == made[1].h

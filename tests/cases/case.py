@@ -2,6 +2,7 @@
 
 A case file defines `CASE`. Its `train` function runs one training with the public API and says by
 its `variant` what is on: "baseline", "target" (the fault) or "twin" (the target's code, fault off).
+With `num_ranks` it runs on each rank of one gloo job.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,16 @@ class Case:
     train: Train
     answer: Mapping[str, Any] | None  # fields of the first divergence; None: identical
     level: str = "module"
+    num_ranks: int = 1
     same_program: bool = False  # a self-replay: both runs are one program
-    command: str = "compare"  # or "check": the target alone
     also: Mapping[str, Any] = field(default_factory=dict)  # what else the verdict must hold
+    broken: Mapping[str, Any] | None = None  # what `upguard check` of the target alone must name
+    waits: str = ""  # what of the report's row is not asked yet
+
+    @property
+    def module(self) -> str:
+        """Where the case is defined: processes of a job find it by this name."""
+        return self.train.__module__
 
 
 def seed_all(seed: int = 0) -> None:
@@ -45,16 +54,62 @@ def seed_all(seed: int = 0) -> None:
 
 
 def record(case: Case, variant: str, output: Path) -> Path:
-    """Train one variant of a case, recorded."""
+    """Train one variant of a case, recorded, in this process."""
     program = "same" if case.same_program else {"twin": "baseline"}.get(variant, variant)
     seed_all()
-    config = {"output_dir": str(output), "level": case.level, "program": program}
-    case.train(variant, config)
+    case.train(variant, {"output_dir": str(output), "level": case.level, "program": program})
     return output
 
 
-def verdict_of(*arguments: str) -> dict[str, Any]:
-    """What a command of `upguard` says, as JSON."""
+def train_one(module: str, variant: str, output: str) -> None:
+    """Train one variant of the case that a module defines, recorded, on this rank."""
+    record(import_module(module).CASE, variant, Path(output))
+
+
+def verdict_of(baseline: Path, target: Path) -> dict[str, Any]:
+    """What `upguard compare` says of two runs."""
+    return _run("compare", str(baseline), str(target))
+
+
+def check_of(run: Path) -> dict[str, Any]:
+    """What `upguard check` says of one run."""
+    return _run("check", str(run))
+
+
+def grade(case: Case, verdict: Mapping[str, Any]) -> dict[str, bool]:
+    """Right or wrong, for each field that the answer names."""
+    if case.answer is None:
+        grades = {"verdict": first_is(verdict, None)}
+    else:
+        first = verdict["first_divergence"] or {}
+        grades = {name: _holds(first.get(name), value) for name, value in case.answer.items()}
+    return grades | {name: _holds(verdict[name], value) for name, value in case.also.items()}
+
+
+def first_is(verdict: Mapping[str, Any], answer: Mapping[str, Any] | None) -> bool:
+    """Whether the first divergence has all fields of an answer; None asks for identical runs."""
+    if answer is None:
+        return verdict["verdict"] == "identical"
+    return verdict["first_divergence"] is not None and _holds(verdict["first_divergence"], answer)
+
+
+def grade_check(case: Case, check: Mapping[str, Any]) -> dict[str, bool]:
+    """Right or wrong, for each field of what must be broken first in the target."""
+    assert case.broken is not None
+    first = (check["broken"] or [{}])[0]
+    return {name: _holds(first.get(name), value) for name, value in case.broken.items()}
+
+
+def _run(*arguments: str) -> dict[str, Any]:
     result = CliRunner().invoke(upguard, [*arguments, "--format", "json"])
-    assert result.exit_code in (0, 1), result.output
+    assert result.exit_code in (0, 1, 3), result.output
     return json.loads(result.output)
+
+
+def _holds(found: Any, wanted: Any) -> bool:
+    """Of records, only the fields that are wanted count."""
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+        return all(_holds(found.get(name), value) for name, value in wanted.items())
+    if isinstance(wanted, list) and isinstance(found, list):
+        return len(found) == len(wanted) and all(map(_holds, found, wanted))
+    return found == wanted

@@ -35,6 +35,7 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
                 for _ in range(RESUMED_AFTER % (NUM_SAMPLES // BATCH)):
                     next(order)
             text = texts[next(order)]
+            guard.microbatch(0)
             guard.data("input_ids", text[:, :-1])
             optimizer.zero_grad()
             next_token_loss(model(text[:, :-1]), text[:, 1:]).backward()
@@ -48,7 +49,8 @@ CASE = Case(
     symptom="after resume the loader is at the right position in the wrong shuffle",
     train=train,
     answer={
-        "step": RESUMED_AFTER, "phase": "data", "kind": "data", "ranks": [0],
-        "boundary": "input_ids",
+        "step": RESUMED_AFTER, "microbatch": 0, "phase": "data", "kind": "data", "ranks": [0],
+        "boundary": "input_ids", "role": "data", "baseline": {"dtype": "int64"},
     },
+    also={"concurrent": []},
 )  # fmt: skip

@@ -28,6 +28,7 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
     with upguard_plugin.enable(model, optimizer, config) as guard:
         for tokens, labels in batches(num=2):
             optimizer.zero_grad()
+            guard.microbatch(0)
             next_token_loss(model(tokens), labels).backward()
             optimizer.step()
             guard.step()
@@ -40,7 +41,8 @@ CASE = Case(
     train=train,
     level="op",  # the recompute stops inside the dropout, as soon as its mask is there again
     answer={
-        "step": 0, "phase": "recompute", "kind": "rng", "ranks": [0], "boundary": "blocks.1.drop",
-        "operator": "aten.bernoulli_",
+        "step": 0, "microbatch": 0, "phase": "recompute", "kind": "rng", "ranks": [0],
+        "boundary": "blocks.1.drop", "operator": "aten.bernoulli_", "role": "output",
     },
+    also={"concurrent": []},
 )  # fmt: skip

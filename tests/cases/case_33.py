@@ -51,6 +51,7 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with upguard_plugin.enable(model, optimizer, config) as guard:
         for tokens, labels in batches(num=1):
+            guard.microbatch(0)
             next_token_loss(model(tokens), labels).backward()
             optimizer.step()
             guard.step()
@@ -63,7 +64,9 @@ CASE = Case(
     train=train,
     same_program=True,
     answer={
-        "step": 0, "phase": "backward", "kind": "nondeterminism", "ranks": [0],
-        "boundary": "blocks.1.attn.core", "role": "grad_input", "slot": "args.0",
+        "step": 0, "microbatch": 0, "phase": "backward", "kind": "nondeterminism", "ranks": [0],
+        "boundary": "blocks.1.attn.core", "operator": "Core", "role": "grad_input",
+        "slot": "args.0", "inputs_equal": True,
     },
+    also={"concurrent": []},
 )  # fmt: skip

@@ -69,6 +69,7 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with upguard_plugin.enable(model, optimizer, config) as guard:
         for tokens, labels in batches(num=1):
+            guard.microbatch(0)
             next_token_loss(model(tokens), labels).backward()
             optimizer.step()
             guard.step()
@@ -80,7 +81,9 @@ CASE = Case(
     symptom="wrong gradients when the incoming gradient is strided",
     train=train,
     answer={
-        "step": 0, "phase": "backward", "kind": "backward", "ranks": [0],
-        "boundary": "blocks.1.attn.core", "role": "grad_input", "inputs_equal": True,
+        "step": 0, "microbatch": 0, "phase": "backward", "kind": "backward", "ranks": [0],
+        "boundary": "blocks.1.attn.core", "operator": "Core", "role": "grad_input",
+        "inputs_equal": True,
     },
+    also={"concurrent": []},
 )  # fmt: skip

@@ -41,6 +41,7 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with upguard_plugin.enable([model, logprob, entropy], optimizer, config) as guard:
         for tokens, labels in batches(num=1):
+            guard.microbatch(0)
             logits = model(tokens)["logits"]
             with torch.no_grad():  # both parts are only reported; the hidden state is trained
                 first = () if variant == "target" else (entropy(logits),)
@@ -58,7 +59,9 @@ CASE = Case(
     symptom="entropy is wrong when computed after log-probs",
     train=train,
     answer={
-        "step": 0, "kind": "forward", "ranks": [0], "boundary": "model2", "role": "input",
-        "slot": "args.0",
+        "step": 0, "microbatch": 0, "kind": "forward", "ranks": [0], "boundary": "model2",
+        "role": "input", "slot": "args.0",
+        "producer": {"boundary": "model0.head", "role": "output"},
     },
+    also={"concurrent": []},
 )  # fmt: skip

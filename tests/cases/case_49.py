@@ -59,7 +59,9 @@ CASE = Case(
     symptom="long-context logits differ from the reference",
     train=train,
     answer={
-        "step": 0, "phase": "start", "kind": "init", "ranks": [0], "boundary": "rotary.inv_freq",
-        "role": "buffer",
+        "step": 0, "microbatch": None, "phase": "start", "kind": "init", "ranks": [0],
+        "boundary": "rotary.inv_freq", "role": "buffer", "baseline": {"dtype": "float32"},
+        "target": {"dtype": "float32"},
     },
+    also={"concurrent": []},
 )  # fmt: skip

@@ -39,4 +39,5 @@ CASE = Case(
         "step": 1, "phase": "start", "microbatch": None, "kind": "optimizer", "ranks": [0],
         "boundary": "optimizer.group0.lr", "role": "scalar",
     },
+    also={"concurrent": []},
 )  # fmt: skip

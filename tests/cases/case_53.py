@@ -56,6 +56,7 @@ CASE = Case(
     train=train,
     answer={
         "step": 0, "phase": "optimizer", "microbatch": None, "kind": "optimizer", "ranks": [0],
-        "boundary": "embed.weight", "role": "param",
+        "boundary": "embed.weight", "role": "param", "inputs_equal": True,
     },
+    also={"concurrent": []},
 )  # fmt: skip

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
-
 import pytest
 
-from tests.cases.case import Case, record, verdict_of
-
-
-def all_cases() -> list[Case]:
-    files = sorted(Path(__file__).parent.glob("case_*.py"))
-    return [import_module(f"tests.cases.{file.stem}").CASE for file in files]
-
+from tests.cases.case import check_of, grade, grade_check, verdict_of
+from tests.cases.recordings import all_cases
 
 CASES = all_cases()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"case{case.number}")
-def test_the_fault_is_named_exactly(case, tmp_path):
-    baseline = record(case, "baseline", tmp_path / "baseline")
-    target = record(case, "target", tmp_path / "target")
+def test_the_fault_is_named_exactly(case, recordings):
+    baseline, target = recordings.of(case, "baseline"), recordings.of(case, "target")
 
-    verdict = verdict_of("compare", str(baseline), str(target))
+    verdict = verdict_of(baseline, target)
 
-    first = verdict["first_divergence"]
-    if case.answer is None:
-        assert first is None, first
-    else:
-        assert first is not None, "called identical"
-        assert {name: first[name] for name in case.answer} == dict(case.answer)
+    assert all(grade(case, verdict).values()), verdict["first_divergence"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"case{case.number}")
-def test_the_clean_twin_is_silent(case, tmp_path):
-    baseline = record(case, "baseline", tmp_path / "baseline")
-    twin = record(case, "twin", tmp_path / "twin")
+def test_the_clean_twin_is_silent(case, recordings):
+    baseline, twin = recordings.of(case, "baseline"), recordings.of(case, "twin")
 
-    assert verdict_of("compare", str(baseline), str(twin))["verdict"] == "identical"
+    assert verdict_of(baseline, twin)["verdict"] == "identical"
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.broken], ids=lambda case: f"case{case.number}"
+)
+def test_the_target_alone_breaks_an_invariant_and_the_twin_none(case, recordings):
+    target, twin = check_of(recordings.of(case, "target")), check_of(recordings.of(case, "twin"))
+
+    assert all(grade_check(case, target).values()), target["broken"]
+    assert twin["broken"] == []

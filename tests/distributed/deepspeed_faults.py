@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -89,7 +90,7 @@ def norm_of_half_the_gradients(engine: Any) -> None:
 
 def step_that_writes_nothing(engine: Any) -> None:
     """The optimizer's step runs and changes no weight."""
-    module = torch.optim.adam
+    module = sys.modules["torch.optim.adam"]
     original = module.adam
     module.adam = lambda *args, **kwargs: None
     engine.undo = lambda: setattr(module, "adam", original)
@@ -129,11 +130,11 @@ def gradients_never_reduced(engine: Any) -> None:
 
 def weights_never_gathered(engine: Any) -> None:
     """Ranks keep the old weights of the other partitions."""
-    from deepspeed.runtime.zero import stage_1_and_2 as module
+    from deepspeed.runtime import utils
 
-    original = module.all_gather_dp_groups
-    module.all_gather_dp_groups = lambda *args, **kwargs: None
-    engine.undo = lambda: setattr(module, "all_gather_dp_groups", original)
+    original = utils.all_gather_into_tensor_dp_groups
+    utils.all_gather_into_tensor_dp_groups = lambda *args, **kwargs: None
+    engine.undo = lambda: setattr(utils, "all_gather_into_tensor_dp_groups", original)
 
 
 def updated_part_never_copied_back(engine: Any) -> None:
@@ -174,10 +175,21 @@ def one_activation_is_sent_changed(engine: Any) -> None:
     send, sent = p2p.send, []
 
     def sending(tensor: torch.Tensor, stage: int) -> Any:
-        sent.append(stage)
+        sent.extend([stage] if tensor.is_floating_point() else [])  # sizes are sent before
         if engine.is_first_stage() and len(sent) == 2:
             tensor = tensor.detach() + 1.0
         return send(tensor, stage)
 
     p2p.send = sending
     engine.undo = lambda: setattr(p2p, "send", send)
+
+
+def gradient_that_overflows(engine: Any) -> None:
+    """In the first step only, so that it is skipped."""
+    backward = engine.backward
+
+    def overflowing(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        factor = float("inf") if engine.global_steps == 0 else 1.0
+        return backward(loss * factor, *args, **kwargs)
+
+    engine.backward = overflowing

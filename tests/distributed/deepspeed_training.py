@@ -73,6 +73,8 @@ def prepare() -> Any:
 def make_engine(training: Training) -> Any:
     """The engine, its model from seed 0."""
     deepspeed = prepare()
+    # A pipeline leaves its mesh behind; here one process stands for many.
+    deepspeed.utils.groups.mpu = None
     torch.manual_seed(0)
     model = (training.model or tiny)()
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -137,8 +139,6 @@ def train_pipeline(training: Training) -> dict[str, Any]:
         model_parameters=[p for p in model.parameters() if p.requires_grad],
         config=ds_config(training),
     )
-    if training.fault is not None:
-        training.fault(engine)
     generator = torch.Generator().manual_seed(0)
     batches = iter(
         [
@@ -147,12 +147,14 @@ def train_pipeline(training: Training) -> dict[str, Any]:
         ]
     )
     try:
+        if training.fault is not None:
+            training.fault(engine)
         for _ in range(training.steps):
             engine.train_batch(batches)
+        left = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     finally:
         getattr(engine, "undo", lambda: None)()
-    left = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    engine.destroy()
+        engine.destroy()
     return {"weights": left}
 
 
@@ -179,20 +181,26 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 def train(training: Training) -> dict[str, Any]:
     """Train, and return what is left: weights, masters and moments by name."""
     engine = make_engine(training)
-    if training.fault is not None:
-        training.fault(engine)
     try:
+        if training.fault is not None:
+            training.fault(engine)
         run_steps(engine, training)
+        left = {"weights": weights(engine)} | states(engine, training)
     finally:
         getattr(engine, "undo", lambda: None)()
-    left: dict[str, Any] = {"weights": weights(engine), "masters": {}, "moments": {}}
+        engine.destroy()
+    return left
+
+
+def states(engine: Any, training: Training) -> dict[str, Any]:
+    """Masters and moments by name, where DeepSpeed can put them together."""
+    left: dict[str, Any] = {"masters": {}, "moments": {}}
     if training.stage and training.upguard is not None:
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
                 left["masters"][name] = whole(parameter)
                 for key in ("exp_avg", "exp_avg_sq"):
                     left["moments"][name, key] = whole(parameter, key)
-    engine.destroy()
     return left
 
 

@@ -18,13 +18,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 180  # of one call, also on a busy machine; a rank that takes longer hangs
+TIMEOUT_S = 180  # of one call, unless said otherwise; a rank that takes longer hangs
 
 
 class Ranks:
     """Processes that wait for functions to call. A function must be importable by its name."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, timeout_s: int = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -33,7 +34,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             store = str(Path(self._folder.name) / "store")
             process = context.Process(
-                target=_serve, args=(theirs, rank, num_ranks, store), daemon=True
+                target=_serve, args=(theirs, rank, num_ranks, store, timeout_s), daemon=True
             )
             process.start()
             theirs.close()
@@ -51,8 +52,8 @@ class Ranks:
         results: dict[int, Any] = {}
         while len(results) < len(self._pipes):
             waiting = [p for rank, p in enumerate(self._pipes) if rank not in results]
-            ready = wait(waiting, TIMEOUT_S)
-            assert ready, f"ranks did not answer within {TIMEOUT_S} s; {list(results)} did"
+            ready = wait(waiting, self._timeout_s)
+            assert ready, f"ranks did not answer within {self._timeout_s} s; {list(results)} did"
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 done, results[rank] = pipe.recv()
@@ -75,7 +76,7 @@ def _is_ready() -> bool:
     return True
 
 
-def _serve(pipe: Connection, rank: int, num_ranks: int, store: str) -> None:
+def _serve(pipe: Connection, rank: int, num_ranks: int, store: str, timeout_s: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # After the variable is set: torch reads it when it is imported.
     import torch
@@ -87,7 +88,7 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, store: str) -> None:
         rank=rank,
         world_size=num_ranks,
         store=dist.FileStore(store, num_ranks),
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
     while True:
         try:
@@ -95,7 +96,7 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, store: str) -> None:
         except (EOFError, ConnectionResetError):
             break
         # A rank that hangs says where before its process is ended.
-        faulthandler.dump_traceback_later(TIMEOUT_S - 10)
+        faulthandler.dump_traceback_later(timeout_s - 10)
         try:
             answer = (True, function(*args))
         except Exception:

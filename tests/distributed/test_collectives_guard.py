@@ -17,7 +17,7 @@ import upguard_plugin
 from upguard_plugin.trace.reader import open_trace
 
 STEPS = 3
-PAIRS = {"ddp": 10, "fsdp": 20}
+NUM_PAIRS = 20
 
 
 def _model(kind: str) -> nn.Module:
@@ -68,7 +68,7 @@ def _digests(run: Path) -> dict[int, list[bytes]]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_twin_runs_have_equal_digests(two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    num_runs = PAIRS[kind] + 1
+    num_runs = NUM_PAIRS + 1
     two_ranks.run(train_often, kind, str(tmp_path), num_runs)
     runs = [_digests(tmp_path / str(k)) for k in range(num_runs)]
     assert [len(steps) for steps in runs[0].values()] == [STEPS, STEPS]

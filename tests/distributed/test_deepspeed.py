@@ -8,8 +8,9 @@ from itertools import product
 
 import deepspeed_faults as faults
 import pytest
-from deepspeed_training import Training, block, train
+from deepspeed_training import Training, block, train, train_pipeline
 from memory_trace import hash_of
+from ranks import Ranks
 
 from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.placement_cover import check_cover
@@ -19,6 +20,14 @@ pytestmark = [
     pytest.mark.deepspeed,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
 ]
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    ranks = Ranks(2, timeout_s=240)  # the import of DeepSpeed alone may take long
+    yield ranks
+    ranks.close()
+
 
 EVERYDAY = {(0, "fp32", 1), (1, "bf16", 2), (2, "fp32", 2), (3, "bf16", 1), (0, "bf16", 2)}
 MATRIX = [
@@ -75,7 +84,10 @@ def test_twins_are_identical_and_everything_is_there(
         for name, weight in plain[rank]["weights"].items():
             assert weight.equal(ends[0][rank]["weights"][name]), f"capture changed {name}"
     found = verdict(*runs)
-    assert (found.verdict, found.coverage.not_comparable) == ("identical", 0), found.notes
+    assert (found.verdict, found.coverage.not_comparable) == ("identical", 0), (
+        found.notes,
+        found.first_divergence,
+    )
     for role, slot in (("optimizer_state", "exp_avg"), ("optimizer_state", "exp_avg_sq")):
         assert set(last_events(runs[0], "optimizer", role, slot)) == TRAINABLE
     has_masters = stage > 0 or dtype != "fp32"
@@ -110,7 +122,7 @@ SMALL_BUCKETS = {"reduce_bucket_size": 28, "overlap_comm": True}
 FAULTS = {
     faults.bucket_overwritten_before_its_reduction: (
         Training(2, zero=SMALL_BUCKETS),
-        "1 0 grad_sync reduce bucket of 3.weight..3.bias input collective 1",
+        "1 - grad_sync all_reduce bucket of 3.weight..3.bias input collective 1",
     ),
     faults.bucket_overwritten_after_its_reduction: (
         Training(2, zero=SMALL_BUCKETS),
@@ -118,7 +130,7 @@ FAULTS = {
     ),
     faults.bucket_of_exactly_one_weight_is_never_reduced: (
         Training(3, zero={"reduce_bucket_size": 28}),
-        "0 0 grad_sync reduce_scatter 0.weight.grad input collective 0 1",
+        "0 - grad_sync reduce_scatter 0.weight.grad input collective 0 1",
     ),
     faults.clip_on_one_rank_only: (
         Training(1),
@@ -146,7 +158,7 @@ FAULTS = {
     ),
     faults.gradients_never_reduced: (
         Training(0),
-        "0 0 grad_sync all_reduce bucket of 0.weight..3.bias input collective 0 1",
+        "0 - grad_sync all_reduce bucket of 0.weight..3.bias input collective 0 1",
     ),
     faults.weights_never_gathered: (
         Training(1),
@@ -187,4 +199,82 @@ def test_a_planted_fault_is_named_and_its_clean_twin_is_silent(two_ranks, tmp_pa
     assert verdict(tmp_path / "baseline", tmp_path / "clean").verdict == "identical"
     found = verdict(tmp_path / "baseline", tmp_path / "faulty")
     assert found.first_divergence is not None, found.notes
+    assert answer(found.first_divergence) == expected
+
+
+def test_a_step_that_overflows_is_marked_and_the_next_one_is_not(two_ranks, tmp_path):
+    training = Training(
+        1, "bf16", config={"bf16": {"check_grad_overflow": True}},
+        upguard=block(tmp_path / "run"), fault=faults.gradient_that_overflows,
+    )  # fmt: skip
+    two_ranks.run(train, training)
+
+    trace = open_trace(tmp_path / "run")
+    assert [step.mark for step in trace.steps(0)] == ["skipped", None]
+    found = []
+    for step in (0, 1):
+        batch = trace.read(0, step)
+        rows = [r for r in range(len(batch)) if batch.key_of(r).boundary == "found_inf"]
+        found += [batch.value[r] for r in rows]
+    assert found == [1.0, 0.0]
+
+
+PIPELINE = Training(0, accumulation=2)
+
+
+def record_pipeline(two_ranks, run, fault=None, program="clean", **changes):
+    training = Training(
+        changes.get("stage", 0), changes.get("dtype", "fp32"), PIPELINE.accumulation,
+        upguard=None if run is None else block(run, program=program), fault=fault,
+    )  # fmt: skip
+    return two_ranks.run(train_pipeline, training)
+
+
+def test_a_pipeline_is_recorded_by_microbatch_receives_and_sends_too(two_ranks, tmp_path):
+    plain = record_pipeline(two_ranks, None)
+    ends = record_pipeline(two_ranks, tmp_path / "baseline")
+    record_pipeline(two_ranks, tmp_path / "target")
+
+    for rank in (0, 1):
+        for name, weight in plain[rank]["weights"].items():
+            assert weight.equal(ends[rank]["weights"][name]), f"capture changed {name}"
+    assert verdict(tmp_path / "baseline", tmp_path / "target").verdict == "identical"
+    trace = open_trace(tmp_path / "baseline")
+    batch = trace.read(1, 1)
+    seen = [
+        (key.phase, int(batch.microbatch[row]), key.boundary.partition("[")[0])
+        for row in range(len(batch))
+        if (key := batch.key_of(row)).operator in ("c10d.send", "c10d.recv_")
+        and key.moment == "completion"
+    ]
+    assert seen == [
+        ("forward", 0, "recv"),
+        ("backward", 0, "send"),
+        ("forward", 1, "recv"),
+        ("backward", 1, "send"),
+    ]
+    data = {(k.boundary, k.role) for k in batch.keys if k.role == "data"}
+    assert data == {("labels", "data")}
+    assert trace.layout(1).axis("pp").index == 1
+
+
+@pytest.mark.parametrize(
+    "fault, expected",
+    [
+        (
+            faults.tied_gradients_never_summed,
+            "0 - grad_sync all_reduce tied_modules.token.weight.grad input collective 0 1",
+        ),
+        (
+            faults.one_activation_is_sent_changed,
+            "0 1 forward send input forward 0",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_fault_planted_in_a_pipeline_is_named(two_ranks, tmp_path, fault, expected):
+    record_pipeline(two_ranks, tmp_path / "baseline")
+    record_pipeline(two_ranks, tmp_path / "faulty", fault, "faulty")
+
+    found = verdict(tmp_path / "baseline", tmp_path / "faulty")
     assert answer(found.first_divergence) == expected

@@ -63,21 +63,58 @@ def test_placements(spec, dtype):
     assert pairs.tolist() == [[expected.h, expected.s]]
 
 
-def test_measures_agree_with_the_cpu_kernel():
-    generator = torch.Generator().manual_seed(0)
-    tensor = torch.randn(3, 800, generator=generator)
-    tensor[1, 7], tensor[2, 9] = torch.inf, torch.nan
-    tensors = [tensor, tensor.bfloat16(), tensor.double(), tensor.t(), tensor.to(torch.float8_e5m2)]
-    queue = FingerprintQueue(magnitudes=True, sketch_size=16)
-    queue.put_many(tensors, sketch=True)
+def with_faults(numel):
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    tensor[7], tensor[numel // 2], tensor[-1] = torch.inf, torch.nan, -torch.inf
+    return tensor
+
+
+def measured_tensors():
+    """Through both kernels: runs of whole blocks and a tail, elements of every size; a shard."""
+    tensor = with_faults(4501)
+    grid = with_faults(300).reshape(3, 100)
+    tensors = [
+        tensor, tensor.bfloat16(), tensor[:2100].half()[1:], tensor.double(),
+        tensor.to(torch.float8_e5m2), tensor[:-1].view(torch.complex64),
+        torch.arange(-900, 900), torch.arange(2001, dtype=torch.uint8),
+        grid.t(), grid.double()[:, 3:50], grid.bfloat16().t(), grid.to(torch.float8_e5m2).t(),
+        with_faults(5000).reshape(10, 500), grid,
+    ]  # fmt: skip
+    layout = Layout((Axis("tp", 3, 2, (0, 1, 2)),))
+    placements = [None] * (len(tensors) - 2)
+    for tensor, spec in zip(tensors[-2:], ["o[tp] i", "o i[tp]"], strict=True):
+        placements.append(resolve_placement(spec, tensor.shape, layout))
+    return tensors, placements
+
+
+@pytest.mark.parametrize("size", [16, 256])
+def test_measures_agree_with_the_cpu_kernel(size):
+    tensors, placements = measured_tensors()
+    queue = FingerprintQueue(magnitudes=True, sketch_size=size)
+    queue.put_many(tensors, placements, sketch=True)
     expected = queue.take()
 
-    pairs, measures = triton_hashes(tensors, sketch_size=16)
+    pairs, measures = triton_hashes(tensors, placements, sketch_size=size)
 
-    assert pairs[:, 0].tolist() == expected.h.tolist()
+    assert pairs.tolist() == np.stack([expected.h, expected.s], axis=1).tolist()
     assert measures[:, 0].tolist() == expected.nonfinite.tolist()
     assert measures[:, 1].tolist() == expected.max_abs.tolist()
     assert np.allclose(measures[:, 2:], expected.sketch, rtol=1e-9, atol=1e-9)
+
+
+def test_a_slot_without_a_sketch_has_none():
+    part = dense_parts(torch.tensor([1.0, -3.0, torch.nan]))[0]
+    slots = TritonSlots(torch.device("cpu"), 4)
+    for slot, (measured, size) in enumerate([(False, 0), (True, 0), (True, 4)]):
+        slots.put(slot, [planned(part)], measured, size)
+    measures = np.full((3, 6), np.nan)
+
+    slots.take_into(np.zeros((3, 2), np.uint64), measures)
+
+    assert np.isnan(measures[0]).all()
+    assert measures[1, :2].tolist() == measures[2, :2].tolist() == [1.0, 3.0]
+    assert np.isnan(measures[1, 2:]).all()
+    assert abs(measures[2, 2:]).sum() == 4.0
 
 
 def test_a_block_far_into_the_logical_tensor():

@@ -99,7 +99,7 @@ def compared(verdict: dict[str, Any]) -> int:
 
 
 def test_one_rank_and_tensor_parallel_two_are_identical(single, folder):
-    verdict = verdict_of("compare", str(single), str(two_ranks("tp", folder)))
+    verdict = verdict_of(single, two_ranks("tp", folder))
 
     assert verdict["verdict"] == "identical", verdict["first_divergence"]
     assert verdict["coverage"]["unmatched_baseline"] == 0
@@ -108,7 +108,7 @@ def test_one_rank_and_tensor_parallel_two_are_identical(single, folder):
 
 
 def test_one_rank_and_data_parallel_two_are_identical(single_by_two, folder):
-    verdict = verdict_of("compare", str(single_by_two), str(two_ranks("dp", folder)))
+    verdict = verdict_of(single_by_two, two_ranks("dp", folder))
 
     assert verdict["verdict"] == "identical", verdict["first_divergence"]
     assert compared(verdict) > 150
@@ -117,21 +117,21 @@ def test_one_rank_and_data_parallel_two_are_identical(single_by_two, folder):
 def test_other_micro_batches_of_the_same_samples_are_identical_as_far_as_they_compare(
     single, folder
 ):
-    verdict = verdict_of("compare", str(single), str(two_ranks("dp", folder / "other")))
+    verdict = verdict_of(single, two_ranks("dp", folder / "other"))
 
     assert verdict["verdict"] == "identical", verdict["first_divergence"]
     assert any("other micro-batches" in note for note in verdict["notes"])
 
 
 def test_a_changed_token_is_the_data_across_layouts(single_by_two, folder):
-    verdict = verdict_of("compare", str(single_by_two), str(two_ranks("dp-token", folder)))
+    verdict = verdict_of(single_by_two, two_ranks("dp-token", folder))
 
     first = verdict["first_divergence"]
     assert (first["step"], first["phase"], first["kind"]) == (0, "data", "data")
 
 
 def test_a_missing_reduction_is_named(single, folder):
-    verdict = verdict_of("compare", str(single), str(two_ranks("tp-unreduced", folder)))
+    verdict = verdict_of(single, two_ranks("tp-unreduced", folder))
 
     first = verdict["first_divergence"]
     assert (first["step"], first["phase"], first["boundary"], first["role"]) == (
@@ -141,7 +141,7 @@ def test_a_missing_reduction_is_named(single, folder):
 
 
 def test_swapped_parts_are_named_where_they_are_found(single, folder):
-    verdict = verdict_of("compare", str(single), str(two_ranks("tp-swapped", folder)))
+    verdict = verdict_of(single, two_ranks("tp-swapped", folder))
 
     first = verdict["first_divergence"]
     assert (first["step"], first["phase"], first["boundary"], first["kind"]) == (

@@ -8,9 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
-from tests.megatron_adapter.model import Trainer, is_gated, join, split_dim, whole_name
+from tests.megatron_adapter.model import (
+    Trainer,
+    is_gated,
+    join,
+    split_dim,
+    tensor_place,
+    whole_name,
+)
 from upguard_plugin.fingerprint import fingerprint
 
 Facts = dict[str, dict[str, list[Any]]]
@@ -42,9 +48,7 @@ def _local(trainer: Trainer) -> dict[tuple[str, str], tuple[Any, ...]]:
             key = whole_name(gpt, name)
             if key == "output_layer.weight" and not trainer.job.untied:
                 key = "embedding.word_embeddings.weight"  # the same weight on the last stage
-            index = parallel_state.get_tensor_model_parallel_rank()
-            if ".local_experts." in key:
-                index = 0
+            _, index = tensor_place(".local_experts." in key)
             place = (
                 index,
                 tuple(parameter.shape),

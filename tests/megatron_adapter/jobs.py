@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900.0
+FAULT_STEP = 1  # in which a fault is active
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,3 +65,19 @@ def whole(parts: list[Seen]) -> Fingerprint:
 def _placement(part: Seen) -> Placement:
     assert part.key.placement is not None
     return part.key.placement
+
+
+def states(run: Path, step: int, phase: str = "optimizer") -> dict[tuple[str, str], list[Seen]]:
+    """(kind, name) -> the events of all ranks that hold parts of it, as the step leaves them."""
+    found = defaultdict(list)
+    for event in events(run):
+        key = event.key
+        if event.step != step:
+            continue
+        if key.role == "main_grad" and key.phase == "grad_sync":
+            found["main_grad", key.boundary].append(event)
+        elif key.phase == phase and key.role in ("param", "master"):
+            found[key.role, key.boundary].append(event)
+        elif key.phase == phase and key.role == "optimizer_state" and key.slot != "step":
+            found[key.slot, key.boundary].append(event)
+    return found

@@ -204,6 +204,19 @@ def join(parts: list[torch.Tensor], dim: int, halves: bool) -> torch.Tensor:
     return torch.cat([torch.cat([s[k] for s in split], dim) for k in range(2)], dim)
 
 
+def tensor_place(is_expert: bool) -> tuple[int, int]:
+    """(size, index) of the tensor-parallel group that splits a parameter."""
+    if is_expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+
+
 def split_dim(parameter: torch.nn.Parameter) -> int | None:
     """The dim over which tensor parallelism has split a parameter."""
     is_split = getattr(parameter, "tensor_model_parallel", False)
@@ -216,8 +229,7 @@ def _fill(job: Job, gpt: GPTModel) -> None:
             continue
         dim = split_dim(parameter)
         is_expert = ".local_experts." in name
-        size = 1 if is_expert else job.tp
-        index = 0 if is_expert else parallel_state.get_tensor_model_parallel_rank()
+        size, index = tensor_place(is_expert)
         shape = list(parameter.shape)
         if dim is not None:
             shape[dim] *= size

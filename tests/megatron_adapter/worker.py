@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tests.megatron_adapter.jobs import Job
+from tests.megatron_adapter.jobs import FAULT_STEP, Job
 from upguard_plugin.launch.cpu_emulation import emulate_cuda
 
 
@@ -30,17 +30,17 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
         settings = {"output_dir": str(folder / "runs" / job.name), "level": job.level}
         settings["program"] = job.program or job.fault or "plain"
         guard = attach(trainer.chunks, trainer.optimizer, settings)
-    undo = FAULTS[job.fault](trainer) if job.fault else None
     said: dict[str, Any] = {"steps": []}
     for step in range(job.num_steps):
+        undo = FAULTS[job.fault](trainer) if job.fault and step == FAULT_STEP else None
         if job.evaluate:
             evaluate(trainer, step)
         success, norm, _ = train_step(trainer, step)
         said["steps"].append([bool(success), norm])
+        if undo is not None:
+            undo()
         if guard is not None:
             guard.step()
-    if undo is not None:
-        undo()
     if job.overlap and job.distributed:
         for chunk in trainer.chunks:
             chunk.start_param_sync(force_sync=True)

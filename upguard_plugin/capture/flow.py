@@ -48,7 +48,8 @@ class Seen:
     """What is known of a tensor object while it lives."""
 
     tensor: weakref.ref[torch.Tensor]
-    writer: int = NONE  # seq of the event that saw it leave a boundary
+    writer: int = NONE  # seq of the event that saw it leave a boundary first, as it is now
+    written: int = NONE  # its version then
     version: int = NONE  # when its gradient was hooked
     crossings: list[Crossing] = field(default_factory=list)
     handle: RemovableHandle | None = None
@@ -76,8 +77,8 @@ class Flow:
             key, tensor, placement, call.microbatch, call.number,
             seen.writer if role == "input" else NONE,
         )  # fmt: skip
-        if role == "output":
-            seen.writer = seq
+        if role == "output" and seen.written != tensor._version:
+            seen.writer, seen.written = seq, tensor._version
         if call.grad and tensor.requires_grad and not (tensor.is_leaf and _is_parameter(tensor)):
             role = _OF_GRADIENT[role]
             crossing = Crossing(boundary, role, slot, call.number, call.microbatch)

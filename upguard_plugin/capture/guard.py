@@ -14,6 +14,7 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -33,14 +34,16 @@ from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.recorder import Recorder
-from upguard_plugin.capture.run import find_rank, first_recorded_rank, open_run, say_size
+from upguard_plugin.capture.run import find_rank, first_recorded_rank, open_run, say, say_size
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
 from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.fingerprint.queue import FingerprintQueue
+from upguard_plugin.invariants.online import OnlineCheck
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
+from upguard_plugin.trace.batch import EventBatch
 
 Many = Sequence[Any] | Any
 
@@ -83,11 +86,14 @@ def enable(
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
-    recorder = Recorder(writer, FingerprintQueue(), settings.roles, settings.phases)
+    recorder = Recorder(writer, FingerprintQueue(), settings.roles, settings.phases, settings.dump)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     if rank == first_recorded_rank(settings, world_size):
         recorder.on_first_step = lambda: say_size(writer.bytes_written)
+    if settings.check:
+        online = OnlineCheck(rank, place, settings.level, settings.check)
+        recorder.on_batch = partial(_check_online, recorder, online)
     try:
         guard.attach()
     except BaseException:
@@ -153,7 +159,7 @@ class Guard:
             for _, model in self.models
             if isinstance(model, DistributedDataParallel)
         ]
-        owners = [ParameterOwner(self.names.parameters)]
+        owners = [ParameterOwner({**self.names.parameters, **self.names.buffers})]
         probe = CollectiveProbe(self.recorder, owners=owners, reducers=reducers)
         # Dense axes last: an expert axis with the same ranks does not take their name.
         for axis in sorted(self.layout.axes, key=lambda axis: axis.mesh, reverse=True):
@@ -308,6 +314,16 @@ class IdleGuard(Guard):
 
     attach = begin_step_if_needed = step = microbatch = data = scalar = observe = _nothing  # type: ignore[assignment]
     placement = close = __exit__ = _nothing  # type: ignore[assignment]
+
+
+def _check_online(recorder: Recorder, online: OnlineCheck, batch: EventBatch) -> None:
+    """Print the first thing that broke in a step, and note all in the trace."""
+    broken = online.look(batch)
+    for sentence in broken:
+        recorder.note(sentence)
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        say(broken[0] + more)
 
 
 def _number_in(tensor: torch.Tensor) -> float | None:

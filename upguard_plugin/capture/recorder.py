@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -19,10 +19,12 @@ import numpy as np
 import torch
 
 from upguard_plugin.capture.deferred import DeferredRows, Ticket
+from upguard_plugin.capture.dumps import Dumps
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.rows import Rows, Wire
 from upguard_plugin.capture.storages import Storage, Storages, extent_of, look
 from upguard_plugin.capture.tensors import as_bytes
+from upguard_plugin.config import Dump
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import PHASES, ROLES, Group, Placement, Source
@@ -41,6 +43,7 @@ class Writer(Protocol):
     @property
     def stopped(self) -> str | None: ...
     def write(self, batch: EventBatch) -> None: ...
+    def write_tensors(self, name: str, tensors: Mapping[str, np.ndarray]) -> None: ...
     def note(self, sentence: str) -> None: ...
     def close(self, reason: str = "") -> None: ...
 
@@ -54,8 +57,9 @@ class Recorder:
         queue_: FingerprintQueue,
         roles: Iterable[str] = (),
         phases: Iterable[str] = (),
+        dump: Dump | None = None,
     ) -> None:
-        """roles, phases: those to record; none: all."""
+        """roles, phases: those to record; none: all. dump: tensors to keep whole."""
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
@@ -65,11 +69,13 @@ class Recorder:
         self._deferred = DeferredRows(FingerprintQueue(), writer.note)
         self._lock = threading.RLock()
         self._rows = Rows()
+        self._dumps = Dumps(dump)
         self._noted: set[str] = set()
         self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
         self.phases_left_out = frozenset(PHASES) - frozenset(phases or PHASES)
         self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
         self.on_first_step: Callable[[], None] | None = None  # called when it is written
+        self.on_batch: Callable[[EventBatch], None] | None = None  # called when one is written
         self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
         self._thread = threading.Thread(target=self._drain, name="upguard-writer", daemon=True)
         self._thread.start()
@@ -156,7 +162,10 @@ class Recorder:
             if taken == NONE:
                 return NONE
             producer = writer if producer == NONE else producer
-            return self._add(key, microbatch, call, producer, taken)
+            seq = self._add(key, microbatch, call, producer, taken)
+            if self._dumps.active:
+                self._dumps.keep(seq, self._rows.boundary_of(key), tensor)
+            return seq
 
     def reserve(
         self,
@@ -236,7 +245,9 @@ class Recorder:
                     boundary, phase, role, slot, tensor.dtype, tensor.shape,
                     operator, None, placement, None, None, None,
                 )  # fmt: skip
-                self._add(self._rows.key_of(parts), None, 0, NONE, taken)
+                seq = self._add(self._rows.key_of(parts), None, 0, NONE, taken)
+                if self._dumps.active:
+                    self._dumps.keep(seq, boundary, tensor)
 
     def record_bytes(
         self, boundary: str, data: bytes, *, role: str, slot: str = "0", dtype: str = "uint8",
@@ -299,6 +310,9 @@ class Recorder:
     def finish_step(self, *, mark: str | None = None) -> None:
         """Close the step: one device-to-host copy, one batch to the writer, on to the next step."""
         with self._lock:
+            tensors = self._dumps.take()
+            if tensors and self.active:
+                self._writer.write_tensors(f"step{self.position.step}", tensors)
             batches = self._deferred.close_step(self._take_batch(mark))
             self.position.next_step()
         self._send(batches)
@@ -306,6 +320,7 @@ class Recorder:
     def select(self, recorded: bool) -> None:
         """Say whether the step that begins is to be recorded."""
         self.active = recorded and not self.failure
+        self._dumps.select(self.position.step)
 
     def fail(self, reason: str) -> None:
         """Stop recording for good; training goes on and the trace says why it is incomplete."""
@@ -399,6 +414,16 @@ class Recorder:
             elif self.on_first_step is not None:
                 self.on_first_step()
                 self.on_first_step = None
+            self._look(batch)
+
+    def _look(self, batch: EventBatch) -> None:
+        if self.on_batch is None or self.failure:
+            return
+        try:
+            self.on_batch(batch)
+        except Exception as error:  # between us and the training job: only the looking ends
+            self.on_batch = None
+            self.note(f"the online check ended: {type(error).__name__}: {error}")
 
 
 def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:

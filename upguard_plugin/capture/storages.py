@@ -195,12 +195,12 @@ def is_tracked(tensor: torch.Tensor) -> bool:
 def extent_of(tensor: torch.Tensor) -> Extent:
     """First and last byte of the storage that the tensor reaches."""
     size = tensor.element_size()
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     if tensor.is_contiguous():
         return first * size, (first + tensor.numel()) * size - 1
     last = first
     for n, step in zip(tensor.shape, tensor.stride(), strict=True):
-        last += (n - 1) * step
+        last += int((n - 1) * step)
     return first * size, (last + 1) * size - 1
 
 

@@ -32,7 +32,7 @@ def browse(run: Run, selection: Selection, limit: int | None = None) -> Iterator
                 continue
             batch = run.read(rank, entry.step)
             rows = np.flatnonzero(selection.has_keys(batch.keys)[batch.key])[:left]
-            yield from (_seen(batch, row, rank) for row in rows.tolist())
+            yield from (seen_event(batch, row, rank) for row in rows.tolist())
             left = None if left is None else left - len(rows)
 
 
@@ -50,7 +50,7 @@ def _check(run: Run, selection: Selection) -> None:
             )
 
 
-def _seen(batch: EventBatch, row: int, rank: int) -> SeenEvent:
+def seen_event(batch: EventBatch, row: int, rank: int) -> SeenEvent:
     key = batch.key_of(row)
     value = None if batch.value is None else float(batch.value[row])
     microbatch = int(batch.microbatch[row])

@@ -17,6 +17,7 @@ from upguard_plugin.compare.evidence import (
     draws_of,
     has_local_gradients,
     inputs_equal_of,
+    is_result_dropped,
     is_stale,
     overwritten_producer,
     pairs_of,
@@ -208,6 +209,8 @@ def _unsynchronised(scene: Scene) -> tuple[Kind, str] | None:
     key = scene.key
     if scene.finding.what == "form" or scene.world_size < 2:
         return None
+    if is_result_dropped(scene):
+        return "collective", "with equal inputs: the result of the collective in its call is unused"
     if key.phase == "grad_sync" and key.role in ("grad", "main_grad"):
         if len(pairs_of(scene.pairing, key.boundary, ("accumulate",), None)):
             return "collective", "after the gradients were synchronised, not before"

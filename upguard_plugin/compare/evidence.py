@@ -186,13 +186,56 @@ def is_stale(scene: Scene, before: Pairing) -> bool:
     gathered = columns.is_collective[key] & (columns.phase[key] == PHASE_NUMBER["param_sync"])
     if gathered.any():
         return True
-    if scene.finding.target_row is None:
+    if scene.finding.target_row is None or scene.finding.baseline_row is None:
         return False
     old = pairs_of(before, scene.key.boundary, ("start", "forward"), "param")
     now = int(scene.pairing.target.batch.h[scene.finding.target_row])
-    return any(int(before.target.batch.h[before.target_rows[pair]]) == now for pair in old)
+    if any(int(before.target.batch.h[before.target_rows[pair]]) == now for pair in old):
+        return True
+    return _has_not_arrived(scene)
+
+
+def _has_not_arrived(scene: Scene) -> bool:
+    """Whether only the baseline's weight changed between the start of the step and its use."""
+    pairing, finding = scene.pairing, scene.finding
+    assert finding.baseline_row is not None and finding.target_row is not None
+    began = pairs_of(pairing, scene.key.boundary, ("start",), "param")
+    changed = ~_same_bits(pairing.baseline, pairing.baseline_rows[began], finding.baseline_row)
+    waits = _same_bits(pairing.target, pairing.target_rows[began], finding.target_row)
+    return bool((changed & waits).any())
 
 
 def has_local_gradients(pairing: Pairing) -> bool:
     columns, key = pairing.baseline.columns, pairing.baseline.key
     return bool((columns.phase[key] == PHASE_NUMBER["accumulate"]).any())
+
+
+def is_result_dropped(scene: Scene) -> bool:
+    """Whether the target gives on what it was given, and a collective's result is used by nobody.
+
+    The baseline changes it: between the input and the output of the call a collective ran, with
+    equal results in both runs.
+    """
+    finding, pairing = scene.finding, scene.pairing
+    entered = {"output": "input", "grad_input": "grad_output"}.get(scene.key.role)
+    if finding.what != "value" or finding.baseline_row is None or entered is None:
+        return False
+    assert finding.target_row is not None
+    inputs = pairing.of_call(finding.baseline_row, entered)
+    if not len(inputs) or pairing.differs[inputs].any():
+        return False
+    rows_b, rows_t = pairing.baseline_rows, pairing.target_rows
+    unchanged_b = _same_bits(pairing.baseline, rows_b[inputs], finding.baseline_row).any()
+    unchanged_t = _same_bits(pairing.target, rows_t[inputs], finding.target_row).any()
+    if unchanged_b or not unchanged_t:
+        return False
+    columns, key = pairing.baseline.columns, pairing.baseline.key[rows_b]
+    between = (rows_b > rows_b[inputs].min()) & (rows_b < finding.baseline_row)
+    results = columns.is_collective[key] & (columns.role[key] == ROLE_NUMBER["output"]) & between
+    return bool(results.any()) and not pairing.differs[results].any()
+
+
+def _same_bits(side: Side, rows: Ints, row: int) -> npt.NDArray[np.bool_]:
+    same: npt.NDArray[np.bool_] = side.batch.h[rows] == side.batch.h[row]
+    same &= side.batch.s[rows] == side.batch.s[row]
+    return same

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +17,23 @@ from upguard_plugin.fingerprint.keys import BLOCK_BYTES, FINGERPRINT_PRIME, KEYS
 from upguard_plugin.fingerprint.rows import Planned
 from upguard_plugin.fingerprint.sketch import COLUMN_SIGNS
 from upguard_plugin.fingerprint.sweeps import MAX_DIMS, Sweep
-from upguard_plugin.fingerprint.triton_kernels import hash_blocks, hash_elements, measure_elements
+from upguard_plugin.fingerprint.triton_kernels import hash_blocks, hash_elements
 
 CHUNK_SLOTS = 4096
 TABLE_BLOCKS = 1 << 20  # A comes from a table up to 8 GiB, beyond it is computed
 BLOCKS_PER_PROGRAM = 16  # of 8 KiB
 ELEMENTS_PER_PROGRAM = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One dense part: what the kernels read, and where they write."""
+
+    raw: Tensor  # its bytes, [N] uint8
+    words: Tensor  # the slot's hashes
+    with_sum: bool
+    numbers: Tensor | None  # the same memory as numbers; None: not measured
+    measuring: dict[str, Any]  # what both kernels want to know for it
 
 
 class TritonSlots:
@@ -34,7 +47,7 @@ class TritonSlots:
         self._columns = 2 + sketch_size
         self._chunks: list[tuple[Tensor, Tensor]] = []  # words [n, 3] and measures
         self._slots: list[int] = []
-        self._measured: list[bool] = []
+        self._measured: list[int] = []  # columns of measures of each slot
         self._streams: list[torch.cuda.Stream] = []  # that wrote since the buffers were cleared
         self._keys_b = torch.from_numpy(KEYS_B.view(np.int64).copy()).to(device)
         self._column_signs = torch.from_numpy(COLUMN_SIGNS.copy()).to(device)
@@ -42,19 +55,16 @@ class TritonSlots:
         self._table = torch.zeros((0, 4), dtype=torch.int32, device=device)
 
     def put(self, slot: int, planned: Sequence[Planned], measured: bool, size: int) -> None:
-        at = len(self._slots)
-        words, measures = self._row(at)
+        words, measures = self._row(len(self._slots))
         self._slots.append(slot)
-        self._measured.append(measured)
+        self._measured.append(2 + size if measured else 0)
         self._join_stream()
         with torch.cuda.device(self._device) if self._on_cuda else nullcontext():
             for part, tensor, sweeps in planned:
-                raw = _raw(tensor)
                 has_numbers = measured and part.has_values and is_numeric(tensor.dtype)
+                job = self._job(tensor, words, measures if has_numbers else None, size)
                 for sweep in sweeps:
-                    self._hash(raw, sweep, part.offset, words, tensor.itemsize >= 8)
-                    if has_numbers:
-                        self._measure(tensor, sweep, part.offset, measures, size)
+                    self._hash(job, sweep, part.offset + sweep.offset)
 
     def take_into(self, pairs: npt.NDArray, measures: npt.NDArray) -> None:
         count = len(self._slots)
@@ -70,8 +80,10 @@ class TritonSlots:
         pairs[self._slots, 1] = (s % (1 << 64)).astype(np.uint64)
         if any(self._measured):
             rows = torch.cat([chunk[1] for chunk in self._chunks[:num_chunks]])[:count]
-            kept = np.flatnonzero(self._measured)
-            measures[np.array(self._slots)[kept]] = rows.cpu().numpy()[kept]
+            host, slots = rows.cpu().numpy(), np.array(self._slots)
+            for columns in (2, self._columns):
+                kept = np.flatnonzero(np.array(self._measured) >= columns)
+                measures[slots[kept], :columns] = host[kept, :columns]
         self.forget(0)
 
     def forget(self, first: int) -> None:
@@ -107,52 +119,69 @@ class TritonSlots:
                 stream.wait_stream(other)
             self._streams.append(stream)
 
-    def _hash(self, raw: Tensor, sweep: Sweep, offset: int, words: Tensor, with_sum: bool) -> None:
-        start = offset + sweep.offset
-        address = raw.data_ptr() + sweep.start
+    def _job(self, tensor: Tensor, words: Tensor, measures: Tensor | None, size: int) -> _Job:
+        """The work on one tensor; measures: the slot's row of them, None if not asked for."""
+        measured = measures is not None
+        values = self._values_of(tensor.dtype) if measured else None
+        measuring = {
+            "values": values,
+            "column_signs": self._column_signs,
+            "measures": measures,
+            "MEASURED": measured,
+            "BY_TABLE": values is not None,
+            "SIZE": size if measured else 0,
+        }
+        numbers = _numbers(tensor) if measured else None
+        return _Job(_raw(tensor), words, tensor.itemsize >= 8, numbers, measuring)
+
+    def _hash(self, job: _Job, sweep: Sweep, start: int) -> None:
+        """One sweep from the logical byte `start` on: whole words, then the bytes that are left."""
+        address = job.raw.data_ptr() + sweep.start
         if sweep.dims or start % 4 or address % 4 or sweep.run_bytes < 4:
-            self._hash_elements(raw, sweep, start, words, with_sum)
+            self._hash_elements(job, sweep, start)
             return
         whole = sweep.run_bytes // 4 * 4
-        first = start // 4
-        last_block = (start + whole - 1) // BLOCK_BYTES
+        self._hash_blocks(job, sweep.start, whole, start)
+        if whole < sweep.run_bytes:
+            tail = Sweep(sweep.start + whole, 0, sweep.run_bytes - whole, ())
+            self._hash_elements(job, tail, start + whole)
+
+    def _hash_blocks(self, job: _Job, source: int, num_bytes: int, start: int) -> None:
+        last_block = (start + num_bytes - 1) // BLOCK_BYTES
         first_block = start // BLOCK_BYTES
         in_table = last_block < TABLE_BLOCKS
         if in_table:
             self._grow_table(last_block + 1)
         num_blocks = last_block - first_block + 1
-        source = raw[sweep.start : sweep.start + whole].view(torch.int32)
+        numbers: tuple[Tensor | None, int, int, int] = (None, 0, 0, 1)
+        if job.numbers is not None:
+            width = job.numbers.itemsize
+            numbers = (job.numbers[source // width :], start // width, num_bytes // width, width)
         hash_blocks[(-(-num_blocks // BLOCKS_PER_PROGRAM),)](
-            source,
+            job.raw[source : source + num_bytes].view(torch.int32),
             self._table,
             self._keys_b,
-            words,
-            first,
-            whole // 4,
+            job.words,
+            start // 4,
+            num_bytes // 4,
             first_block,
             num_blocks,
+            *numbers,
             BLOCKS=BLOCKS_PER_PROGRAM,
             IN_TABLE=in_table,
-            WITH_SUM=with_sum,
+            WITH_SUM=job.with_sum,
             num_warps=8,
+            **job.measuring,
         )
-        if whole < sweep.run_bytes:
-            tail = Sweep(sweep.start + whole, 0, sweep.run_bytes - whole, ())
-            self._hash_elements(raw, tail, start + whole, words, with_sum)
 
-    def _hash_elements(
-        self, raw: Tensor, sweep: Sweep, start: int, words: Tensor, with_sum: bool
-    ) -> None:
-        steps = [start, sweep.start, sweep.run_bytes, raw.data_ptr()]
-        steps += [step for dim in sweep.dims for step in (dim.memory, dim.logical)]
-        width = next(w for w in (4, 2, 1) if all(step % w == 0 for step in steps))
-        unit = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
-        usable = raw.numel() // width * width
+    def _hash_elements(self, job: _Job, sweep: Sweep, start: int) -> None:
+        elements = _units(job.raw, sweep, start) if job.numbers is None else job.numbers
+        width = elements.itemsize
         total = sweep.run_bytes // width * _num_runs(sweep)
         hash_elements[(-(-total // ELEMENTS_PER_PROGRAM),)](
-            raw[:usable].view(unit),
+            elements,
             self._keys_b,
-            words,
+            job.words,
             total,
             start // width,
             sweep.start // width,
@@ -160,29 +189,8 @@ class TritonSlots:
             *_dim_arguments(sweep, width),
             WIDTH=width,
             ELEMENTS=ELEMENTS_PER_PROGRAM,
-            WITH_SUM=with_sum,
-        )
-
-    def _measure(
-        self, tensor: Tensor, sweep: Sweep, offset: int, measures: Tensor, size: int
-    ) -> None:
-        numbers, dtype = _numbers(tensor), tensor.dtype
-        width = numbers.itemsize
-        values = self._values_of(dtype)
-        total = sweep.run_bytes // width * _num_runs(sweep)
-        measure_elements[(-(-total // ELEMENTS_PER_PROGRAM),)](
-            numbers,
-            numbers if values is None else values,
-            self._column_signs,
-            measures,
-            total,
-            (offset + sweep.offset) // width,
-            sweep.start // width,
-            sweep.run_bytes // width,
-            *_dim_arguments(sweep, width),
-            BY_TABLE=values is not None,
-            SIZE=size,
-            ELEMENTS=ELEMENTS_PER_PROGRAM,
+            WITH_SUM=job.with_sum,
+            **job.measuring,
         )
 
     def _values_of(self, dtype: torch.dtype) -> Tensor | None:
@@ -225,6 +233,15 @@ def _numbers(tensor: Tensor) -> Tensor:
         torch.complex32: torch.float16,
     }
     return raw.view(real.get(tensor.dtype, tensor.dtype))
+
+
+def _units(raw: Tensor, sweep: Sweep, start: int) -> Tensor:
+    """Memory in the widest units that every run of a sweep consists of."""
+    steps = [start, sweep.start, sweep.run_bytes, raw.data_ptr()]
+    steps += [step for dim in sweep.dims for step in (dim.memory, dim.logical)]
+    width = next(w for w in (8, 4, 2, 1) if all(step % w == 0 for step in steps))
+    unit = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
+    return raw[: raw.numel() // width * width].view(unit)
 
 
 def _num_runs(sweep: Sweep) -> int:

@@ -20,7 +20,7 @@ from upguard_plugin.check_report import (
 )
 from upguard_plugin.invariants.catalogue import every_invariant
 from upguard_plugin.invariants.events import KeyTables, Place, RankEvents, StepEvents
-from upguard_plugin.invariants.findings import Break, Findings, Invariant
+from upguard_plugin.invariants.findings import Break, Findings, Invariant, in_order
 from upguard_plugin.records import EventKey, Layout
 from upguard_plugin.trace.reader import Trace
 from upguard_plugin.verdict import EventRef, GroupRef, RunSide, SourceRef
@@ -101,11 +101,6 @@ def _report(
     )
 
 
-def in_order(breaks: Sequence[Break]) -> list[Break]:
-    """By step, then by how far in the step they stand."""
-    return sorted(breaks, key=lambda b: (b.place.step, b.order))
-
-
 def _obstacles(run: Trace, ranks: Sequence[int], selection: Selection, anything: bool) -> list[str]:
     """Why "nothing is broken" would say too much."""
     reasons = []
@@ -155,7 +150,7 @@ def _broken(found: Break) -> Broken:
         source=None
         if place.source is None
         else SourceRef(file=place.source.file, line=place.source.line),
-        explanation=found.explanation[:1].upper() + found.explanation[1:],
+        explanation=found.sentence,
         later=found.later,
     )
 

@@ -6,7 +6,7 @@ A broken place is kept once, where it broke first; its further breaks are counte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -37,6 +37,11 @@ class Break:
     producer: Place | None = None  # on the first of `ranks`
     order: int = 0  # how far in the step: the row on the first of `ranks`
     later: int = 0  # how often it broke again at this boundary, role and slot
+
+    @property
+    def sentence(self) -> str:
+        """The explanation as it stands alone."""
+        return self.explanation[:1].upper() + self.explanation[1:]
 
 
 class HasKey(Protocol):
@@ -121,6 +126,11 @@ def made(
         None if producer is None else events.place(producer),
         order=row,
     )
+
+
+def in_order(breaks: Iterable[Break]) -> list[Break]:
+    """By step, then by how far in the step they stand."""
+    return sorted(breaks, key=lambda one: (one.place.step, one.order))
 
 
 class Invariant:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
+import numpy as np
+
 from upguard_plugin.invariants.events import RankEvents, StepEvents, what
 from upguard_plugin.invariants.findings import Findings, Invariant
 from upguard_plugin.records import EventKey
-from upguard_plugin.trace.batch import NONE
 
 _ROLES = frozenset({"input", "output", "rng"})
 _FORWARD = frozenset({"forward", "loss"})
@@ -103,8 +104,9 @@ class ConsumedAsProduced(Invariant):
                 continue
             writes: list[int] | None = None
             for row in events.rows(_is_module_input):
-                producer = int(producers[row]) - int(events.batch.seq[0])
-                if int(producers[row]) == NONE or not 0 <= producer < row:
+                producer = _row_of(events, int(producers[row]))
+                # The output of an operator may be another view of the same memory.
+                if producer is None or not _is_module_output(events.key(producer)):
                     continue
                 if events.level != "op":
                     found.skip(events, row, _NEEDS_OPERATORS)
@@ -139,8 +141,18 @@ class ConsumedAsProduced(Invariant):
         )
 
 
+def _row_of(events: RankEvents, seq: int) -> int | None:
+    """The row of an event of this step by its seq; rows that were left out leave gaps."""
+    row = int(np.searchsorted(events.batch.seq, seq))
+    return row if row < len(events.batch) and int(events.batch.seq[row]) == seq else None
+
+
 def _is_module_input(key: EventKey) -> bool:
     return key.role == "input" and key.group is None and not _is_operator(key)
+
+
+def _is_module_output(key: EventKey) -> bool:
+    return key.role == "output" and key.group is None and not _is_operator(key)
 
 
 def _writes_in_place(key: EventKey) -> bool:

@@ -38,9 +38,9 @@ def _value(events: RankEvents, row: int) -> _Value:
 
 
 class WeightsInUse(Invariant):
-    """A module uses the weights that the step found or the last update left.
+    """A module uses the weights that were found at the start of the step.
 
-    Each weight's first use after that; later ones may follow changes that a program means to make.
+    Of each weight the first use counts: what comes after an update a program may change itself.
     """
 
     name = "weights-in-use"
@@ -56,9 +56,11 @@ class WeightsInUse(Invariant):
                     reason = "an evaluation came in between, which may use other weights"
                 elif key.role == "output":
                     reason = "weights were gathered from other ranks in between"
-                elif key.phase not in _USES:
+                elif key.phase == "start":
                     known[key.boundary] = _value(events, row)
-                elif key.boundary in known:
+                elif key.phase == "optimizer":
+                    known.pop(key.boundary, None)
+                elif key.phase in _USES and key.boundary in known:
                     self._judge(step, events, (known.pop(key.boundary), row), reason, found)
 
     def _judge(
@@ -81,8 +83,8 @@ class WeightsInUse(Invariant):
             found.breaks(
                 step,
                 {events.rank: row},
-                f"{what(events.key(row))} is used with other bits than it had before, although no "
-                "optimizer has stepped in between.",
+                f"{what(events.key(row))} is used with other bits than it had at the start of the "
+                "step, although no optimizer has stepped in between.",
                 producer=known.row,
             )
 
@@ -109,19 +111,17 @@ class EvalLeavesWeights(Invariant):
 
     def look(self, step: StepEvents, found: Findings) -> None:
         for events in step:
-            updated = starts = False
-            for row in events.rows(_tells_of_eval):
-                key = events.key(row)
-                if key.phase == "eval":
-                    if updated:
-                        self._evaluated[events.rank] = step.step
-                    starts = starts or not updated
-                elif key.phase == "optimizer":
-                    updated = True
-                    self._updated[events.rank, key.boundary] = _value(events, row)
-            if not starts:  # else the start may have found what was put there for the evaluation
+            rows = events.rows(_tells_of_eval)
+            evaluations = [row for row in rows if events.key(row).phase == "eval"]
+            updates = [row for row in rows if events.key(row).phase == "optimizer"]
+            # What a start finds after an evaluation has begun may be there for the evaluation only.
+            if not evaluations or (updates and updates[0] < evaluations[0]):
                 for row in events.rows(_is_found):
                     self._judge(step, events, row, found)
+            for row in updates:
+                self._updated[events.rank, events.key(row).boundary] = _value(events, row)
+            if updates and evaluations and updates[0] < evaluations[-1]:
+                self._evaluated[events.rank] = step.step
 
     def finish(self, found: Findings) -> None:
         for name, change in self._changed.items():
@@ -204,10 +204,10 @@ def _of_update(key: EventKey) -> bool:
 
 
 class WeightsMove(Invariant):
-    """A parameter that an optimizer updates with a gradient that is not zero does change.
+    """Parameters that an optimizer updates with gradients that are not zero do change.
 
-    It is broken only if it never changes in the whole run; in bfloat16 and float16, where an update
-    may be too small to show, that is a suspect.
+    It is broken if none of a rank ever does. A single one that never does is a suspect, and so are
+    all in bfloat16 and float16: an update may be too small to show.
     """
 
     name = "weights-move"
@@ -251,10 +251,11 @@ class WeightsMove(Invariant):
             found.hold(events, after)
 
     def finish(self, found: Findings) -> None:
-        for updates in self._updates.values():
+        moving = {rank for (rank, _), updates in self._updates.items() if updates.changed}
+        for (rank, _), updates in self._updates.items():
             if updates.changed or updates.unchanged < _MIN_UPDATES:
                 continue
-            if updates.first.key.dtype in _LOW_PRECISION:
+            if rank in moving or updates.first.key.dtype in _LOW_PRECISION:
                 found.suspect(updates.first)
             else:
                 found.add(updates.first)

@@ -15,12 +15,16 @@ MAX_CONCURRENT = 5
 _WIDTH = 9
 
 
-def verdict_text(verdict: Verdict, *, verbose: bool = False) -> str:
-    """The whole report. verbose: every note, and the first divergence of each rank."""
+def verdict_text(verdict: Verdict, *, verbose: bool = False, elements: str | None = None) -> str:
+    """The whole report. verbose: every note, and the first divergence of each rank.
+
+    elements: the command that shows which elements differ, where the tensors were kept.
+    """
     lines = [headline(verdict)]
     found = verdict.first_divergence
     if found is not None:
         lines += _rows(_divergence_rows(found, verdict))
+        lines += _rows([] if elements is None else [("elements", elements)])
     lines += _rows(_ending_rows(verdict, verbose), indent=2)
     if verbose and len(verdict.per_rank) > 1:
         lines += _rows([(f"rank {d.ranks[0]}", _place(d)) for d in verdict.per_rank])

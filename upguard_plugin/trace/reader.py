@@ -128,6 +128,10 @@ class Trace:
         """
         return self._rank(rank).read(step, verify=verify)
 
+    def has_tensors(self, rank: int, name: str) -> bool:
+        """Whether the rank has a dump of that name."""
+        return tensors.has_tensors(self._rank(rank).directory, name)
+
     def read_tensors(self, rank: int, name: str) -> dict[str, np.ndarray]:
         """The arrays of a dump, as `RankWriter.write_tensors` got them."""
         return tensors.read_tensors(self._rank(rank).directory, name)

@@ -41,6 +41,11 @@ def write_tensors(directory: Path, name: str, tensors: Mapping[str, np.ndarray])
     return len(data)
 
 
+def has_tensors(directory: Path, name: str) -> bool:
+    """Whether there is such a dump; it may be damaged."""
+    return (directory / DIRECTORY / file_name(name)).exists()
+
+
 def read_tensors(directory: Path, name: str) -> dict[str, np.ndarray]:
     """The arrays of one dump. Raises TraceError if it is missing or damaged."""
     folder = directory / DIRECTORY

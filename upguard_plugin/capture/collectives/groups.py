@@ -87,4 +87,15 @@ def _torch_name(process_group: ProcessGroup, ranks: tuple[int, ...]) -> str:
         return "world"
     if description and description != "undefined":
         return description
-    return f"group {process_group.group_name}"
+    # torch numbers groups as they are made: one more in one of two runs would rename all others.
+    return f"ranks {_in_short(ranks)}" if ranks else f"group {process_group.group_name}"
+
+
+def _in_short(ranks: tuple[int, ...]) -> str:
+    """ "0,2", "0-7", "0,8..120": many ranks by their first, the distance and the last."""
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 2 and ranks == tuple(range(first, last + 1)):
+        return f"{first}-{last}"
+    if len(ranks) <= 4:
+        return ",".join(map(str, ranks))
+    return f"{first},{ranks[1]}..{last}"

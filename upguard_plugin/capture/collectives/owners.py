@@ -1,6 +1,6 @@
-"""What is in a buffer: the name of a parameter or of its gradient, where one is known.
+"""What a collective works on: the name of a parameter, a gradient or a buffer, where one is known.
 
-In:  the models' parameters by canonical name.
+In:  the models' parameters and buffers by canonical name.
 Out: `owner_of(tensor)`: a name for people, or None. Adapters add owners of their own (buckets).
 
 Decided by what the objects are at the moment of the call, never by remembered addresses: those are
@@ -17,10 +17,10 @@ OwnerOf = Callable[[torch.Tensor], "str | None"]
 
 
 class ParameterOwner:
-    """Names a tensor that is a whole parameter, its `.grad` or its `.main_grad`."""
+    """Names a tensor that is a whole parameter, its `.grad` or `.main_grad`, or a buffer."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self._by_shape: dict[torch.Size, list[tuple[str, torch.nn.Parameter]]] = {}
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._by_shape: dict[torch.Size, list[tuple[str, torch.Tensor]]] = {}
         for name, parameter in parameters.items():
             self._by_shape.setdefault(parameter.shape, []).append((name, parameter))
 

@@ -272,7 +272,9 @@ class CollectiveProbe:
             return phase
         by_reducer = caller.from_cpp and caller.in_backward
         by_gradient_code = caller.in_gradient_code and caller.in_backward
-        of_gradient = boundary.endswith(_GRADIENT_ENDS)
+        # What a loop reduces itself between backward and optimizer are its gradients.
+        by_loop = phase == "backward" and not caller.in_backward
+        of_gradient = boundary.endswith(_GRADIENT_ENDS) or by_loop
         if by_reducer or (what.reduces and (by_gradient_code or of_gradient)):
             return "grad_sync"
         return "backward" if caller.in_backward and phase in _BEFORE_BACKWARD else phase

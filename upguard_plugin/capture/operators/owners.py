@@ -47,10 +47,10 @@ class Owners:
                 yield from _address(parameter.grad, name)
         for optimizer in self._optimizers:
             for parameter, state in getattr(optimizer, "state", {}).items():
-                name = self._names.of(parameter)
-                if name is not None and isinstance(state, dict):
+                owner = self._names.of(parameter)
+                if owner is not None and isinstance(state, dict):
                     for value in state.values():
-                        yield from _address(value, name)
+                        yield from _address(value, owner)
         for name, parameter in self._names.parameters.items():
             yield from _address(parameter, name)
 

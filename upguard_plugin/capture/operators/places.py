@@ -66,7 +66,7 @@ class NodePlaces:
 
 def accumulated_parameter(node: torch.autograd.graph.Node) -> torch.Tensor | None:
     """The tensor that an AccumulateGrad node accumulates into; None for other nodes."""
-    return node.variable if node._sequence_nr() == _NO_NUMBER else None
+    return node.variable if node._sequence_nr() == _NO_NUMBER else None  # type: ignore[attr-defined]
 
 
 def is_recomputing() -> bool:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
 
 _RNG_SLOT = "generator"
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -93,6 +94,8 @@ class OperatorProbe(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch._C._get_dispatch_mode(_FAKE) is not None:
+            return func(*args, **kwargs)  # nothing is computed: shapes are worked out
         for kind in types:
             if kind not in _PLAIN:
                 return self._pass_to_subclass(func, args, kwargs)
@@ -268,8 +271,10 @@ class OperatorProbe(TorchDispatchMode):
 
     def _has_value(self, operator: Operator, argument: Argument) -> bool:
         """Whether an argument holds a value of the run when the operator begins."""
-        if argument.key in operator.written and isinstance(argument.key, str):
-            return False  # out=: what was in that memory before plays no part
+        # out=: what was in that memory before plays no part.
+        replaced = operator.overwrites or isinstance(argument.key, str)
+        if replaced and argument.key in operator.written:
+            return False
         return argument.storage is None or argument.storage.has_value(argument.tensor)
 
     def _record(self, running: Running, argument: Argument, role: str, moment: str | None) -> int:

@@ -16,6 +16,11 @@ _UNINITIALISED = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
     "resize_",
 }  # fmt: skip
+# What was in the memory they write plays no part: it may be nothing yet, or still be on its way.
+_OVERWRITING = {
+    "copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "exponential_", "log_normal_",
+    "cauchy_", "geometric_", "eye_", "_foreach_copy_", "_foreach_zero_",
+}  # fmt: skip
 # They compute nothing of the run: bookkeeping of the profiler and of autograd.
 _UNOBSERVED_NAMESPACES = {"profiler", "prim", "prims"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -39,6 +44,7 @@ class Operator:
 
     name: str  # "aten.addmm"
     written: frozenset[int | str]  # positions of arguments it writes, or names of keyword-only ones
+    overwrites: bool  # what was in the memory it writes plays no part
     is_view: bool  # its results are other looks at its arguments
     is_random: bool  # it draws from a generator
     is_foreach: bool  # element i of each list argument belongs together
@@ -70,6 +76,7 @@ def describe(overload: torch._ops.OpOverload) -> Operator:
     return Operator(
         name=f"{namespace}.{name}",
         written=frozenset(written),
+        overwrites=namespace == "aten" and name in _OVERWRITING,
         # `set_` gives a tensor another storage: it writes no memory.
         is_view=name == "set_"
         or (bool(aliases) and not written and all(alias is not None for alias in aliases)),
@@ -89,6 +96,7 @@ def opaque_operator(name: str, written: frozenset[int | str] | None = None) -> O
     return Operator(
         name=name,
         written=written or frozenset(),
+        overwrites=False,
         is_view=False,
         is_random=False,
         is_foreach=False,

@@ -1,0 +1,79 @@
+"""A reduce-scatter over a group of one rank leaves the end of its result at zero."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import upguard_plugin
+from tests.cases.case import Case
+from tests.cases.models import VOCABULARY, TinyGPT, batches, next_token_loss
+
+OPERATOR = "_reduce_scatter_base_"
+
+
+class FaultyLibrary:
+    """Stands below torch's dispatcher: loses 8 elements where the size is no multiple of 16."""
+
+    def __init__(self) -> None:
+        self._kernel = torch.library.get_kernel(f"c10d::{OPERATOR}", "CPU")
+        self._library = torch.library.Library("c10d", "IMPL")
+        self._library.impl(OPERATOR, self._call, "CPU", with_keyset=True)
+
+    def _call(self, keys: Any, output: Tensor, whole: Tensor, *args: Any) -> Any:
+        if whole.numel() % 16:
+            whole = whole.clone()
+            whole[-8:] = 0
+        return self._kernel.call_boxed(keys, output, whole, *args)
+
+    def close(self) -> None:
+        self._library._destroy()
+
+
+def reduce_last_bucket(model: TinyGPT, group: dist.ProcessGroup) -> None:
+    """The bucket with the embedding at its end; r1 has one gradient more in it."""
+    more = [model.ln_f.bias[:8]] if dist.get_rank() == 1 else []
+    grads = [model.ln_f.bias.grad[: part.numel()] for part in more] + [model.embed.weight.grad]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    out = torch.empty_like(flat)
+    dist.reduce_scatter_tensor(out, flat, dist.ReduceOp.AVG, group)
+    model.embed.weight.grad.copy_(out[-model.embed.weight.numel() :].view_as(model.embed.weight))
+
+
+def train(variant: str, config: Mapping[str, Any]) -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model = TinyGPT().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    library = FaultyLibrary() if variant == "target" else None
+    try:
+        with upguard_plugin.enable(model, optimizer, config) as guard:
+            for tokens, labels in batches(num=1):
+                tokens[0, 0] = VOCABULARY - 1  # the last row has a gradient to lose
+                next_token_loss(model(tokens).float(), labels).backward()
+                reduce_last_bucket(model, alone)
+                optimizer.step()
+                guard.step()
+    finally:
+        if library is not None:
+            library.close()
+
+
+CASE = Case(
+    number=45,
+    report="NVIDIA/nccl#1950",
+    symptom="an averaging reduction leaves the last 8 elements at zero",
+    train=train,
+    num_ranks=2,
+    answer={
+        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [1],
+        "operator": "c10d._reduce_scatter_base_", "role": "output", "inputs_equal": True,
+    },
+    broken={
+        "invariant": "alone-unchanged", "step": 0, "phase": "grad_sync", "ranks": [1],
+        "boundary": "reduce_scatter[ranks 1]",
+    },
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""Segment bounds are rebuilt from positions that are cut already: wrong beyond the first rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import upguard_plugin
+from tests.cases.case import Case
+from tests.cases.layouts import (
+    ExactAttention,
+    ExactCore,
+    ExactGPT,
+    exact_batches,
+    part_of,
+    weighted_sum,
+)
+
+POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])  # two packed sequences, of 3 and 5 tokens
+
+
+def local_bounds(positions: Tensor, faulty: bool) -> Tensor:
+    """int32 bounds of the segments in this rank's part."""
+    starts = (positions == 0).nonzero().flatten()
+    # The old formula takes the first local position for an offset of the whole part.
+    offset = positions[0] if faulty else 0
+    ends = torch.tensor([len(positions)])
+    return torch.cat([torch.zeros(1), starts[starts > 0] + offset, ends + offset]).int()
+
+
+class PackedCore(ExactCore):
+    """Reads the segment bounds: keys count by the number of the segment they lie in."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor) -> Tensor:
+        tokens = torch.arange(k.shape[1])
+        segment = torch.bucketize(tokens, cu_seqlens.long(), right=True)
+        return super().forward(q, k * segment[None, :, None].double(), v)
+
+
+class PackedAttention(ExactAttention):
+    """Makes the bounds from this rank's part of the positions."""
+
+    faulty = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        bounds = local_bounds(part_of(POSITIONS, 0, 2), self.faulty)
+        return super().forward(x, cu_seqlens=bounds)
+
+
+def train(variant: str, config: Mapping[str, Any]) -> None:
+    model = ExactGPT(cp=2)
+    for block in model.blocks:
+        block.attn.__class__ = PackedAttention
+        block.attn.faulty = variant == "target"
+        block.attn.core = PackedCore(cp=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8)
+    positions = part_of(POSITIONS, 0, 2)
+    with upguard_plugin.enable(model, optimizer, config) as guard:
+        for tokens, weights in exact_batches(num=1):
+            guard.microbatch(0)
+            guard.data("position_ids", positions[None])
+            logits = model(part_of(tokens, 1, 2))
+            weighted_sum(logits, part_of(weights, 1, 2)).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+            guard.step()
+
+
+CASE = Case(
+    number=59,
+    report="PrimeIntellect-ai/prime-rl#2392",
+    symptom="wrong segment bounds on context-parallel ranks beyond the first",
+    train=train,
+    num_ranks=2,
+    answer={
+        "step": 0, "microbatch": 0, "phase": "forward", "kind": "forward", "ranks": [1],
+        "boundary": "blocks.0.attn.core", "role": "input", "slot": "kwargs.cu_seqlens",
+    },
+)  # fmt: skip

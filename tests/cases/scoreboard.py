@@ -1,0 +1,86 @@
+"""The scoreboard of the cases: `python -m tests.cases.scoreboard docs/cases.md` writes it.
+
+A case is solved if every field of its answer is right, its clean twin is silent and, where the
+target alone must break an invariant, `upguard check` names it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from tests.cases.case import Case, check_of, grade, grade_check, verdict_of
+from tests.cases.recordings import Recordings, all_cases
+
+HEAD = """# Cases
+
+Public bug reports, each as a tiny training with a fault on and off. Written by `make cases`; the
+recipes and the answers that are expected lie in `tests/cases/`. A case is solved if every field of
+its answer is right and its clean twin (the same code, the fault off) is called identical.
+"""
+COLUMNS = ("step", "micro-batch", "boundary", "operator", "ranks", "kind", "other", "check", "twin")
+_COLUMN_OF = {"microbatch": "micro-batch", "phase": "step", "role": "boundary", "slot": "boundary"}
+
+
+def score(case: Case, recordings: Recordings) -> dict[str, bool]:
+    """Right or wrong for each column that the case asks for."""
+    baseline, target = recordings.of(case, "baseline"), recordings.of(case, "target")
+    twin = recordings.of(case, "twin")
+    scores = _by_column(grade(case, verdict_of(baseline, target)))
+    scores["twin"] = verdict_of(baseline, twin)["verdict"] == "identical"
+    if case.broken is not None:
+        named = all(grade_check(case, check_of(target)).values())
+        scores["check"] = named and not check_of(twin)["broken"]
+    return scores
+
+
+def _by_column(grades: Mapping[str, bool]) -> dict[str, bool]:
+    scores: dict[str, bool] = {}
+    for name, right in grades.items():
+        column = _COLUMN_OF.get(name, name)
+        column = column if column in COLUMNS else "other"
+        scores[column] = scores.get(column, True) and right
+    return scores
+
+
+def row(case: Case, scores: Mapping[str, bool]) -> str:
+    """One line of the table; a column that the case does not ask for stays empty."""
+    words = {True: "right", False: "**wrong**", None: ""}
+    solved = "yes" if all(scores.values()) else "**no**"
+    cells = [words[scores.get(column)] for column in COLUMNS]
+    return f"| {' | '.join([str(case.number), case.report, *cells, solved, case.waits])} |"
+
+
+def page(results: Mapping[int, tuple[Case, Mapping[str, bool]]]) -> str:
+    """The whole document."""
+    solved = sum(all(scores.values()) for _, scores in results.values())
+    silent = sum(scores["twin"] for _, scores in results.values())
+    titles = ["case", "report", *COLUMNS, "solved", "not asked yet"]
+    return "\n".join(
+        [
+            HEAD,
+            f"{solved} of {len(results)} cases solved, {silent} clean twins silent.\n",
+            f"| {' | '.join(titles)} |",
+            f"|{' --- |' * len(titles)}",
+            *(row(*result) for result in results.values()),
+            "",
+        ]
+    )
+
+
+def main(output: str) -> None:
+    torch.set_num_threads(1)
+    results = {}
+    with tempfile.TemporaryDirectory() as folder, Recordings(Path(folder)) as recordings:
+        for case in all_cases():
+            results[case.number] = (case, score(case, recordings))
+    Path(output).write_text(page(results))
+    print(page(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

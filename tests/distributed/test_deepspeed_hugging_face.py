@@ -1,0 +1,71 @@
+"""The Hugging Face Trainer with a DeepSpeed config that has our block."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from deepspeed_training import block
+from hugging_face_training import ds_config, fine_tune
+from ranks import Ranks
+
+from upguard_plugin.compare.runs import compare_runs
+from upguard_plugin.trace.reader import open_trace
+
+NEEDED = ("deepspeed", "transformers", "accelerate")
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(
+        not all(importlib.util.find_spec(name) for name in NEEDED), reason=f"needs {NEEDED}"
+    ),
+]
+
+
+def test_a_trainer_with_the_block_is_recorded_and_keeps_its_weights(tmp_path):
+    ranks = Ranks(2, timeout_s=240)
+    try:
+        plain = ranks.run(fine_tune, str(tmp_path), 2, None)
+        runs = [tmp_path / "baseline", tmp_path / "target"]
+        recorded = [ranks.run(fine_tune, str(tmp_path), 2, block(run)) for run in runs]
+    finally:
+        ranks.close()
+
+    for rank in (0, 1):
+        for name, weight in plain[rank].items():
+            assert weight.equal(recorded[0][rank][name]), f"capture changed {name}"
+    baseline, target = map(open_trace, runs)
+    found = compare_runs(baseline, target)
+    assert found.verdict == "identical", found.notes
+    assert [step.iteration for step in baseline.steps(0)] == [0, 1]
+    batch = baseline.read(0, 1)
+    assert set(batch.microbatch.tolist()) == {-1, 0, 1}
+    roles = {(key.boundary, key.role) for key in batch.keys}
+    assert ("transformer.h.0.mlp.c_fc.weight", "master") in roles
+    assert ("input_ids", "data") in roles
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+config = HfDeepSpeedConfig(json.loads(Path(sys.argv[1]).read_text()))
+"""
+
+
+@pytest.mark.parametrize("enabled, says", [(True, True), (False, False)])
+def test_a_block_that_no_engine_ever_sees_is_said(tmp_path, enabled, says):
+    config = ds_config(2, block(tmp_path / "run") | {"enabled": enabled})
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("UPGUARD")}
+    done = subprocess.run(
+        [sys.executable, "train.py", "ds.json"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert ('has a block "upguard", and DeepSpeed trained nothing' in done.stderr) is says

@@ -1,0 +1,137 @@
+"""Events whose tensors both runs kept whole, for `upguard show --diff`.
+
+In:  two runs, a selection, and the words of `--event`: `step 1`, `call 2`, a boundary, a phase, a
+     role, an operator, a slot; each narrows the choice.
+Out: pairs of events with their element-wise difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from upguard_plugin.compare.browse import seen_event
+from upguard_plugin.compare.elements import Array, compare_elements
+from upguard_plugin.compare.keys import KeySpace
+from upguard_plugin.compare.pairing import Pairing, pair_step
+from upguard_plugin.compare.run import Run
+from upguard_plugin.compare.selection import Selection
+from upguard_plugin.errors import UsageError
+from upguard_plugin.records import EventKey
+from upguard_plugin.verdict import Divergence, SeenDiff
+
+_NUMBERED = ("step", "call", "rank", "microbatch")
+
+
+class DumpedRun(Run, Protocol):
+    """A run whose dumps can be read."""
+
+    def has_tensors(self, rank: int, name: str) -> bool: ...
+    def read_tensors(self, rank: int, name: str) -> dict[str, Array]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EventName:
+    """What `--event` says, in parts that must all be true of an event."""
+
+    numbers: tuple[tuple[str, int], ...] = ()  # ("step", 1)
+    words: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> EventName:
+        """Raises UsageError if `step`, `call`, `rank` or `microbatch` has no number behind it."""
+        numbers, words, parts = [], [], iter(text.split())
+        for part in parts:
+            if part not in _NUMBERED:
+                words.append(part)
+                continue
+            number = next(parts, "")
+            if not number.isdecimal():
+                raise UsageError(
+                    f"--event {text!r} has no number behind {part!r}",
+                    remedy=f"write it like this: --event '{part} 1 forward blocks.0.mlp output'",
+                )
+            numbers.append((part, int(number)))
+        return cls(tuple(numbers), tuple(words))
+
+    def allows(self, name: str, number: int) -> bool:
+        """Whether an event with this number may be meant."""
+        return all(wanted == number for what, wanted in self.numbers if what == name)
+
+    def matches(self, key: EventKey) -> bool:
+        """Whether every word is one of the event's own."""
+        own = {key.boundary, key.phase, key.role, key.slot, key.operator, key.moment, key.dtype}
+        return all(word in own for word in self.words)
+
+
+def dumped_pairs(
+    baseline: DumpedRun, target: DumpedRun, selection: Selection, event: EventName
+) -> Iterator[SeenDiff]:
+    """The chosen events whose tensors both runs have, in the baseline's order."""
+    for rank in sorted(set(baseline.ranks) & set(target.ranks)):
+        if not selection.has_rank(rank) or not event.allows("rank", rank):
+            continue
+        space = KeySpace()
+        steps = {e.step for e in baseline.steps(rank)} & {e.step for e in target.steps(rank)}
+        for step in sorted(steps):
+            if not selection.has_step(step) or not event.allows("step", step):
+                continue
+            kept = [_tensors(run, rank, step) for run in (baseline, target)]
+            if all(kept):
+                pairing = pair_step(baseline.read(rank, step), target.read(rank, step), space)
+                yield from _pairs(pairing, kept, rank, selection, event)
+
+
+def show_command(baseline: DumpedRun, target: DumpedRun, found: Divergence | None) -> str | None:
+    """The command that shows the elements of a divergence, if both runs kept them."""
+    if found is None:
+        return None
+    words = [
+        f"step {found.step}",
+        found.phase,
+        found.boundary,
+        found.operator,
+        f"call {found.call}",
+    ]
+    words += [found.role, found.slot, found.moment]
+    text = " ".join(word for word in words if word is not None)
+    rank = found.ranks[0] if found.ranks else 0
+    pairs = dumped_pairs(baseline, target, Selection(), EventName.parse(f"rank {rank} {text}"))
+    if next(pairs, None) is None:
+        return None
+    return f'upguard show --diff {baseline.path} {target.path} --event "{text}"'
+
+
+def _tensors(run: DumpedRun, rank: int, step: int) -> dict[str, Array]:
+    name = f"step{step}"
+    return run.read_tensors(rank, name) if run.has_tensors(rank, name) else {}
+
+
+def _pairs(
+    pairing: Pairing,
+    kept: list[dict[str, Array]],
+    rank: int,
+    selection: Selection,
+    event: EventName,
+) -> Iterator[SeenDiff]:
+    baseline, target = pairing.baseline.batch, pairing.target.batch
+    for row_b, row_t in zip(
+        pairing.baseline_rows.tolist(), pairing.target_rows.tolist(), strict=True
+    ):
+        key, other = baseline.key_of(row_b), target.key_of(row_t)
+        numbers = {"call": int(baseline.call[row_b]), "microbatch": int(baseline.microbatch[row_b])}
+        chosen = selection.has_key(key) and event.matches(key)
+        if not chosen or not all(event.allows(*number) for number in numbers.items()):
+            continue
+        ours = kept[0].get(str(int(baseline.seq[row_b])))
+        theirs = kept[1].get(str(int(target.seq[row_t])))
+        if ours is None or theirs is None:
+            continue
+        same_form = (key.dtype, key.shape) == (other.dtype, other.shape)
+        yield SeenDiff(
+            event=seen_event(baseline, row_b, rank),
+            target_fingerprint=f"{int(target.h[row_t]):016x}",
+            target_form=None if same_form else f"{other.dtype} {list(other.shape)}",
+            elements=compare_elements(ours, theirs, key.dtype, key.shape) if same_form else None,
+        )
