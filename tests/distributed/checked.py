@@ -172,7 +172,7 @@ def lost_in_the_sum(dtype: torch.dtype, folder: str, fault: bool) -> None:
         guard.begin_step_if_needed()
         with tampered("allreduce_", is_faulty, reads=with_zeros):
             dist.all_reduce(values.clone(), dist.ReduceOp.AVG)
-        with tampered("_reduce_scatter_base_", is_faulty, reads=without_tail):
+        with tampered("_reduce_scatter_base_", is_faulty, reads=from_zeros):
             dist.reduce_scatter_tensor(torch.empty(999, dtype=dtype), values)
         guard.step()
 
@@ -181,6 +181,12 @@ def with_zeros(args: Any) -> Any:
     """The arguments of an all_reduce to which this rank adds nothing."""
     args[0][0].zero_()
     return args
+
+
+def from_zeros(args: Any) -> Any:
+    """The arguments of a reduce_scatter to which this rank adds nothing."""
+    output, source, *rest = args
+    return output, torch.zeros_like(source), *rest
 
 
 def averaged_alone(folder: str, fault: bool) -> None:

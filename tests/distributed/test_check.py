@@ -17,7 +17,7 @@ from upguard_plugin.cli import upguard
 
 def check(run: Path) -> dict[str, Any]:
     result = CliRunner().invoke(upguard, ["check", str(run), "--format", "json"])
-    assert result.exit_code in (0, 1), result.output
+    assert result.exit_code in (0, 1) and result.output, repr(result.exception)
     report = json.loads(result.output)
     assert result.exit_code == (1 if report["broken"] else 0)
     return report
