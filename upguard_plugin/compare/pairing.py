@@ -5,7 +5,7 @@ Out: a `Pairing`: rows that pair, rows that are alone, and masks of what differs
 
 Events pair inside one micro-batch and phase, in program order. What is left over then pairs if it
 names the same call of the same boundary (it ran elsewhere), or that call with another operator,
-reduce op or group, or the same boundary with the same value. Anything else stays alone and is
+reduce op or group, or the same operator with the same value. Anything else stays alone and is
 counted.
 """
 
@@ -215,7 +215,8 @@ def _by_place(side: Side, rows: Ints) -> tuple[Ints, Columns]:
 
 
 def _by_value(side: Side, rows: Ints) -> tuple[Ints, Columns]:
-    """Any row, named by its boundary and its fingerprint: what looks the same and moved."""
+    """The other rows, named by their operator and fingerprint: what looks the same and moved."""
+    rows = np.setdiff1d(rows, _movable(side, rows), assume_unique=True)
     return rows, (side.columns.identity[side.key[rows]], side.batch.h[rows], side.batch.s[rows])
 
 
