@@ -1,13 +1,14 @@
-# Two targets are all a newcomer needs; each builds what it needs into .venv by itself.
+# Two targets are all a newcomer needs, demo and test; each builds what it needs into .venv by itself.
 #   make demo    two real trainings on this machine, one with a planted fault, and its name found
 #   make test    the test suite
+#   make cases   public bug reports, planted and found again; writes docs/cases.md
 
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGING := setup.cfg pyproject.toml constraints.txt
 PYTHON_FILES := upguard_plugin integrations launch tests benchmarks
 
-.PHONY: demo test test-long lint types clean
+.PHONY: demo test test-long cases cases-long lint types clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -18,6 +19,13 @@ test: .venv/test.stamp
 
 test-long: .venv/test.stamp
 	$(BIN)/python -m pytest -m "long or not long"
+
+cases: .venv/test.stamp
+	$(BIN)/python -m pytest tests/cases
+	$(BIN)/python -m tests.cases.scoreboard docs/cases.md
+
+cases-long: .venv/test.stamp
+	$(BIN)/python -m pytest tests/cases -m "long or not long"
 
 lint: .venv/test.stamp
 	$(BIN)/ruff format --check $(PYTHON_FILES)

@@ -91,7 +91,7 @@ class Level(Plain):
 
 class Module(Level):
     name = "level module"
-    config: ClassVar = {"level": "module"}
+    config: ClassVar[dict[str, object]] = {"level": "module"}
 
 
 class Op(Level):
@@ -100,7 +100,7 @@ class Op(Level):
 
 class OpOutputs(Level):
     name = "level op, outputs only"
-    config: ClassVar = {"roles": ["output"]}
+    config: ClassVar[dict[str, object]] = {"roles": ["output"]}
 
 
 class Debug(Plain):

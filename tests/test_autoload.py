@@ -37,7 +37,8 @@ WAITING = """
 
 def test_importing_torch_only_waits_for_frameworks():
     done = run(WAITING)
-    waiting = ["deepspeed", "megatron.training.arguments", "megatron.training.training"]
+    frameworks = ["deepspeed", "megatron.training.arguments", "megatron.training.training"]
+    waiting = ["accelerate.utils.deepspeed", *frameworks]
     assert done.stdout.splitlines() == [str(waiting), "torch.nn.modules.module", "[]"]
     assert done.stderr == ""
 

@@ -168,7 +168,7 @@ def compare(
 
 
 @upguard.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN | --diff BASELINE TARGET")
+@click.argument("run")
 @selection_options
 @output_options
 def check(
@@ -201,7 +201,7 @@ def check(
 
 
 @upguard.command()
-@click.argument("run")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN | --diff BASELINE TARGET")
 @selection_options
 @click.option("--phase", metavar="LIST", help="Only these phases: forward,loss.")
 @click.option("--diff", is_flag=True, help="Compare the elements of tensors that were dumped.")

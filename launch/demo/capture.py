@@ -12,5 +12,6 @@ def start_capture(job: Job, trainer: Trainer) -> Capture:
     """A guard on the job's run directory, or none where the job names no directory."""
     if job.output is None:
         return NoCapture()
-    settings = {"output_dir": job.output, "program": f"demo, fault {job.fault}"}
+    program = f"demo, fault {job.fault}"
+    settings = {"output_dir": job.output, "program": program, "level": job.level}
     return attach(trainer.model, trainer.optimizer, settings)

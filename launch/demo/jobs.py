@@ -21,6 +21,7 @@ class Job:
     fault: str  # a name of FAULTS
     layout: str  # a key of LAYOUTS
     output: str | None = None  # the run directory; None trains without capture
+    level: str = "module"  # of capture
 
 
 @dataclass(frozen=True, slots=True)

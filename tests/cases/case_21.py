@@ -42,8 +42,11 @@ CASE = Case(
     level="op",  # the recompute stops inside the dropout, as soon as its mask is there again
     answer={
         "step": 0, "microbatch": 0, "phase": "recompute", "kind": "rng", "ranks": [0],
-        "boundary": "blocks.1.drop",
-        "operator": "aten.bernoulli_", "role": "output",
+        "boundary": "blocks.1.drop", "operator": "aten.bernoulli_", "role": "output",
     },
     also={"concurrent": []},
+    broken={
+        "invariant": "recompute-repeats", "step": 0, "microbatch": 0, "phase": "recompute",
+        "ranks": [0], "boundary": "blocks.1.drop",
+    },
 )  # fmt: skip

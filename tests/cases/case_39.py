@@ -60,12 +60,8 @@ CASE = Case(
     train=train,
     answer={
         "step": 0, "microbatch": 0, "kind": "forward", "ranks": [0], "boundary": "model2",
-<<<<<<< HEAD
-        "role": "input",
-        "slot": "args.0", "producer": {"boundary": "model0.head", "role": "output"},
-=======
-        "role": "input", "slot": "args.0", "producer": {"boundary": "model0.head", "role": "output"},
->>>>>>> cases
+        "role": "input", "slot": "args.0",
+        "producer": {"boundary": "model0.head", "role": "output"},
     },
     also={"concurrent": []},
 )  # fmt: skip

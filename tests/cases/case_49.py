@@ -60,12 +60,8 @@ CASE = Case(
     train=train,
     answer={
         "step": 0, "microbatch": None, "phase": "start", "kind": "init", "ranks": [0],
-<<<<<<< HEAD
-        "boundary": "rotary.inv_freq",
-        "role": "buffer", "baseline": {"dtype": "float32"}, "target": {"dtype": "float32"},
-=======
-        "boundary": "rotary.inv_freq", "role": "buffer", "baseline": {"dtype": "float32"}, "target": {"dtype": "float32"},
->>>>>>> cases
+        "boundary": "rotary.inv_freq", "role": "buffer", "baseline": {"dtype": "float32"},
+        "target": {"dtype": "float32"},
     },
     also={"concurrent": []},
 )  # fmt: skip

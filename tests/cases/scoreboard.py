@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from tests.cases.case import Case, check_of, grade, grade_check, verdict_of
 from tests.cases.recordings import Recordings, all_cases
 
@@ -71,6 +73,7 @@ def page(results: Mapping[int, tuple[Case, Mapping[str, bool]]]) -> str:
 
 
 def main(output: str) -> None:
+    torch.set_num_threads(1)
     results = {}
     with tempfile.TemporaryDirectory() as folder, Recordings(Path(folder)) as recordings:
         for case in all_cases():

@@ -22,7 +22,7 @@ class Owners:
         self._names = names
         self._optimizers = tuple(optimizers)
         self._by_address: dict[int, str] | None = None
-        self._last: str = ""
+        self._last = ""
 
     def of(self, tensors: Iterable[torch.Tensor]) -> str:
         """The owner of the first tensor that has one; else that of the operator before."""
@@ -39,7 +39,7 @@ class Owners:
     def forget(self) -> None:
         """To be called when the step ends."""
         self._by_address = None
-        self._last: str = ""
+        self._last = ""
 
     def _addresses(self) -> Iterable[tuple[int, str]]:
         for name, parameter in self._names.parameters.items():

@@ -271,10 +271,10 @@ class OperatorProbe(TorchDispatchMode):
 
     def _has_value(self, operator: Operator, argument: Argument) -> bool:
         """Whether an argument holds a value of the run when the operator begins."""
-        if argument.key in operator.written and (
-            operator.overwrites or isinstance(argument.key, str)
-        ):
-            return False  # out=, copy_: what was in that memory before plays no part
+        # out=: what was in that memory before plays no part.
+        replaced = operator.overwrites or isinstance(argument.key, str)
+        if replaced and argument.key in operator.written:
+            return False
         return argument.storage is None or argument.storage.has_value(argument.tensor)
 
     def _record(self, running: Running, argument: Argument, role: str, moment: str | None) -> int:

@@ -1,0 +1,39 @@
+"""DeepSpeed's ZeRO at level `op`: same weights as without, and repeats are identical."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from deepspeed_training import Training, block, train
+
+from upguard_plugin.compare.runs import compare_runs
+from upguard_plugin.trace.reader import open_trace
+
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
+
+
+@pytest.mark.parametrize(
+    "stage", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+)
+def test_recording_every_operator_keeps_the_bits_and_repeats(two_ranks, tmp_path, stage):
+    plain = two_ranks.run(train, Training(stage, "bf16", 2))
+    runs = [tmp_path / "baseline", tmp_path / "target"]
+    ends = [
+        two_ranks.run(train, Training(stage, "bf16", 2, upguard=block(run) | {"level": "op"}))
+        for run in runs
+    ]
+
+    for rank in (0, 1):
+        for name, weight in plain[rank]["weights"].items():
+            assert all(weight.equal(end[rank]["weights"][name]) for end in ends), name
+    traces = [open_trace(run) for run in runs]
+    assert all(trace.end(rank).complete for trace in traces for rank in (0, 1))
+    verdict = compare_runs(*traces)
+    assert verdict.verdict == "identical", verdict.first_divergence
+    batch = traces[0].read(0, 1)
+    operators = {batch.key_of(row).operator for row in range(len(batch))}
+    assert {"aten.addmm", "aten.mm"} <= operators
