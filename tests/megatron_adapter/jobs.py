@@ -25,6 +25,7 @@ class Job:
     pp: int = 1
     vpp: int = 1
     ep: int = 1
+    etp: int | None = None  # as tp
     sequence_parallel: bool = False
     distributed: bool = False  # the optimizer
     overlap: bool = False
@@ -37,12 +38,12 @@ class Job:
     evaluate: bool = False
     level: str | None = "module"  # None: without capture
     fault: str = ""
+    explicit_groups: bool = False  # given to `attach`, not read from parallel_state
     program: str = ""
     clip: float = 1e6
     layers: int = 4
     num_steps: int = 2
     num_microbatches: int = 4
-    infinite: bool = False  # a gradient of the first step overflows
 
 
 def train(jobs: Sequence[Job], folder: Path, num_ranks: int = 2) -> dict[str, list[dict]]:

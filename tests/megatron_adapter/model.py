@@ -41,6 +41,7 @@ def build(job: Job) -> Trainer:
         job.pp,
         job.vpp if job.vpp > 1 else None,
         expert_model_parallel_size=job.ep,
+        expert_tensor_parallel_size=job.etp,
     )
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
@@ -129,6 +130,7 @@ def _config(job: Job) -> TransformerConfig:
         pipeline_model_parallel_size=job.pp,
         virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
         expert_model_parallel_size=job.ep,
+        expert_tensor_parallel_size=job.etp,
         sequence_parallel=job.sequence_parallel,
         hidden_dropout=0.1 if job.dtype == "bf16" else 0.0,
         attention_dropout=0.1 if job.dtype == "bf16" else 0.0,

@@ -28,8 +28,10 @@ JOBS = [
     Job("dp2-overlapped", distributed=True, overlap=True, dtype="bf16"),
     Job("ep2", ep=2, experts=4),
     Job("fp16", tp=2, dtype="fp16"),
+    Job("explicit", tp=2, explicit_groups=True, layers=2),
     Job("operators", tp=2, level="op", layers=2),
 ]
+# The rest of the whole matrix is run by `make test-long`.
 SHORT = ("tp2", "tp2-sp", "pp2", "vpp2", "dp2-overlapped", "ep2")
 NAMES = [
     pytest.param(job.name, marks=() if job.name in SHORT else pytest.mark.long) for job in JOBS
@@ -131,6 +133,26 @@ def test_the_backward_of_a_module_belongs_to_the_micro_batch_of_its_forward(ran)
     assert len(seen) == 2 * 4 * 2  # steps, layers, phases
     for numbers in seen.values():
         assert numbers == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_closed_guard_leaves_nothing_behind(ran, name):
+    _, said = ran
+
+    for rank in said[name]:
+        assert rank["left"] == []
+
+
+@pytest.mark.long
+def test_explicit_groups_give_the_layout_of_the_global_ones(ran):
+    folder, _ = ran
+    traces = [open_trace(folder / "runs" / name) for name in ("tp2", "explicit")]
+
+    for rank in (0, 1):
+        assert traces[0].layout(rank) == traces[1].layout(rank)
+        axes = {(axis.mesh, axis.name): axis.size for axis in traces[0].layout(rank).axes}
+        assert axes["dense", "tp"] == 2
+        assert set(axes.values()) == {1, 2}
 
 
 def test_layers_are_numbered_over_stages_and_chunks(ran):

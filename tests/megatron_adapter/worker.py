@@ -19,6 +19,8 @@ from upguard_plugin.launch.cpu_emulation import emulate_cuda
 
 def run_job(job: Job, folder: Path) -> dict[str, Any]:
     """Train as the job says; every rank calls it."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     from tests.megatron_adapter.faults import FAULTS
     from tests.megatron_adapter.gathered import gather
     from tests.megatron_adapter.model import build, train_step
@@ -29,7 +31,10 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     if job.level is not None:
         settings = {"output_dir": str(folder / "runs" / job.name), "level": job.level}
         settings["program"] = job.program or job.fault or "plain"
-        guard = attach(trainer.chunks, trainer.optimizer, settings)
+        groups = None
+        if job.explicit_groups:
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+        guard = attach(trainer.chunks, trainer.optimizer, settings, pg_collection=groups)
     said: dict[str, Any] = {"steps": []}
     for step in range(job.num_steps):
         undo = FAULTS[job.fault](trainer) if job.fault and step == FAULT_STEP else None
@@ -47,6 +52,7 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     said["end"] = gather(trainer)
     if guard is not None:
         guard.close()
+        said["left"] = left_behind(trainer)
     digest = hashlib.sha256()
     for chunk in trainer.chunks:
         for parameter in chunk.parameters():
@@ -57,6 +63,36 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
             )
     said["weights"] = digest.hexdigest()
     return said
+
+
+def left_behind(trainer: Any) -> list[str]:
+    """What is not as it was before the guard."""
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.timers import Timers
+
+    left = [
+        f"{owner.__name__}.{name}"
+        for owner, name in (
+            (schedules, "forward_step"), (schedules, "backward_step"), (Timers, "write"),
+            (schedules, "forward_backward_no_pipelining"), (Timers, "get_all_timers_string"),
+        )
+        if hasattr(vars(owner)[name], "__wrapped__")
+    ]  # fmt: skip
+    if trainer.config.finalize_model_grads_func is not finalize_model_grads:
+        left.append("finalize_model_grads_func")
+    names = {
+        "step",
+        "get_grad_norm",
+        "prepare_grads",
+        "start_param_sync",
+        "enable_forward_pre_hook",
+    }
+    groups = [group for chunk in trainer.chunks for group in chunk.bucket_groups]
+    optimizers = [trainer.optimizer, *trainer.optimizer.chained_optimizers]
+    for thing in (*optimizers, *trainer.chunks, *groups):
+        left += sorted(names & vars(thing).keys())
+    return left
 
 
 def evaluate(trainer: Any, step: int) -> None:
