@@ -43,4 +43,8 @@ CASE = Case(
         "step": 0, "phase": "start", "microbatch": None, "kind": "optimizer", "ranks": [0],
         "boundary": "embed.weight", "role": "master",
     },
+    broken={
+        "invariant": "masters-round", "step": 0, "phase": "start", "ranks": [0],
+        "boundary": "embed.weight", "role": "master",
+    },
 )  # fmt: skip

@@ -45,4 +45,8 @@ CASE = Case(
         "boundary": "blocks.1.drop", "operator": "aten.bernoulli_", "role": "output",
     },
     also={"concurrent": []},
+    broken={
+        "invariant": "recompute-repeats", "step": 0, "microbatch": 0, "phase": "recompute",
+        "ranks": [0], "boundary": "blocks.1.drop",
+    },
 )  # fmt: skip

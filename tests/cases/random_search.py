@@ -191,7 +191,7 @@ def _plant(model: TinyGPT, fault: Fault, now: _Now) -> None:
 class _Model(TinyGPT):
     """With a module in each block that is there for nothing."""
 
-    called: nn.Module | None = None
+    calls_extra_of = ""  # a block
 
     def __init__(self) -> None:
         super().__init__(dropout=0.1)
@@ -199,7 +199,7 @@ class _Model(TinyGPT):
             block.extra = nn.Identity()
 
     def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
-        if block is self.called:
+        if self.calls_extra_of and block is self.get_submodule(self.calls_extra_of):
             block.extra(x)
         return block(x)
 
@@ -227,7 +227,7 @@ def train(fault: Fault | None, num_ranks: int, output: str) -> None:
     if fault.family == "init":
         corrupt(named[fault.place], fault)
     if fault.family == "structure":
-        model.called = model.get_submodule(fault.place)
+        model.calls_extra_of = fault.place
     program = "clean" if fault.family == "none" else "faulty"
     config = {"output_dir": output, "program": program}
     layout = {"dp": num_ranks} if num_ranks > 1 else None

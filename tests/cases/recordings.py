@@ -54,6 +54,14 @@ class Recordings:
 
 def all_cases() -> list[Case]:
     """The cases of this folder, by number."""
-    files = Path(__file__).parent.glob("case_*.py")
-    cases = [import_module(f"tests.cases.{file.stem}").CASE for file in files]
-    return sorted(cases, key=lambda case: case.number)
+    return sorted(_cases_in("tests.cases", "case_*.py"), key=lambda case: case.number)
+
+
+def all_siblings() -> list[Case]:
+    """Further bugs of the kinds that the cases are of."""
+    return _cases_in("tests.cases.siblings", "[a-z]*.py")
+
+
+def _cases_in(package: str, pattern: str) -> list[Case]:
+    folder = Path(__file__).parent.parent.parent.joinpath(*package.split("."))
+    return [import_module(f"{package}.{file.stem}").CASE for file in sorted(folder.glob(pattern))]

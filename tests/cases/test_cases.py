@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases.case import check_of, grade, grade_check, verdict_of
-from tests.cases.recordings import all_cases
+from tests.cases.case import Case, check_of, grade, grade_check, verdict_of
+from tests.cases.recordings import all_cases, all_siblings
 
-CASES = all_cases()
+CASES = [*all_cases(), *all_siblings()]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"case{case.number}")
+def name_of(case: Case) -> str:
+    return case.module.rpartition(".")[2]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_fault_is_named_exactly(case, recordings):
     baseline, target = recordings.of(case, "baseline"), recordings.of(case, "target")
 
@@ -19,16 +23,14 @@ def test_the_fault_is_named_exactly(case, recordings):
     assert all(grade(case, verdict).values()), verdict["first_divergence"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"case{case.number}")
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_clean_twin_is_silent(case, recordings):
     baseline, twin = recordings.of(case, "baseline"), recordings.of(case, "twin")
 
     assert verdict_of(baseline, twin)["verdict"] == "identical"
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.broken], ids=lambda case: f"case{case.number}"
-)
+@pytest.mark.parametrize("case", [case for case in CASES if case.broken], ids=name_of)
 def test_the_target_alone_breaks_an_invariant_and_the_twin_none(case, recordings):
     target, twin = check_of(recordings.of(case, "target")), check_of(recordings.of(case, "twin"))
 
