@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from deepspeed_training import block
@@ -69,3 +70,35 @@ def test_a_block_that_no_engine_ever_sees_is_said(tmp_path, enabled, says):
 
     assert done.returncode == 0, done.stderr
     assert ('has a block "upguard", and DeepSpeed trained nothing' in done.stderr) is says
+
+
+WITHOUT_DEEPSPEED = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from hugging_face_training import Tokens
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+arguments = TrainingArguments(
+    output_dir="out", use_cpu=True, max_steps=1, report_to=[], save_strategy="no",
+    disable_tqdm=True, deepspeed=json.loads(Path("ds.json").read_text()),
+)
+config = GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=Tokens()).train()
+"""
+
+
+@pytest.mark.long
+def test_accelerate_launch_on_cpus_says_that_the_block_had_no_effect(tmp_path):
+    config = ds_config(2, block(tmp_path / "run"))
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "train.py").write_text(WITHOUT_DEEPSPEED)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("UPGUARD")}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    done = subprocess.run(
+        [*launch, "train.py", str(Path(__file__).parent)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert "DeepSpeed trained nothing" in done.stderr
+    assert not (tmp_path / "run").exists()
