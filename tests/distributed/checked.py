@@ -67,9 +67,10 @@ def recording(
     folder: str,
     layout: Mapping[str, Any],
     level: str = "module",
+    sketch: bool = False,
     **options: Any,
 ) -> Iterator[upguard_plugin.Guard]:
-    config = {"output_dir": folder, "level": level}
+    config = {"output_dir": folder, "level": level, "sketch": sketch}
     with upguard_plugin.enable(model, optimizer, config, layout=layout, **options) as guard:
         yield guard
 
@@ -159,6 +160,27 @@ def collective(kind: str, folder: str, fault: bool) -> None:
         elif kind == "message":
             dist.recv(torch.empty(8), 0)
         guard.step()
+
+
+def lost_in_the_sum(dtype: torch.dtype, folder: str, fault: bool) -> None:
+    """An averaging all_reduce and a reduce_scatter in which rank 1's part counts for nothing."""
+    values = torch.randn(999 * 2, generator=torch.Generator().manual_seed(dist.get_rank())).to(
+        dtype
+    )
+    is_faulty = fault and dist.get_rank() == 1
+    with recording(nn.Linear(2, 2), None, folder, {}, sketch=True) as guard:
+        guard.begin_step_if_needed()
+        with tampered("allreduce_", is_faulty, reads=with_zeros):
+            dist.all_reduce(values.clone(), dist.ReduceOp.AVG)
+        with tampered("_reduce_scatter_base_", is_faulty, reads=without_tail):
+            dist.reduce_scatter_tensor(torch.empty(999, dtype=dtype), values)
+        guard.step()
+
+
+def with_zeros(args: Any) -> Any:
+    """The arguments of an all_reduce to which this rank adds nothing."""
+    args[0][0].zero_()
+    return args
 
 
 def averaged_alone(folder: str, fault: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import checked
 import pytest
+import torch
 from click.testing import CliRunner
 from ranks import Ranks
 
@@ -76,6 +77,20 @@ def test_a_collective_that_goes_wrong_is_found(
 
     assert broken[invariant]["ranks"] == ranks
     assert clean["broken"] == [] and clean["checked"][invariant] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_part_that_is_lost_in_a_sum_is_found(
+    two_ranks: Ranks, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    two_ranks.run(checked.lost_in_the_sum, dtype, str(tmp_path / "wrong"), True)
+    two_ranks.run(checked.lost_in_the_sum, dtype, str(tmp_path / "right"), False)
+
+    broken = {one["boundary"] for one in check(tmp_path / "wrong")["broken"]}
+    clean = check(tmp_path / "right")
+
+    assert broken == {"all_reduce[world]", "reduce_scatter[world]"}
+    assert (clean["broken"], clean["checked"]["sums-conserved"]) == ([], 2)
 
 
 CASES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import defaultdict
+from dataclasses import replace
 from itertools import product
 
 import deepspeed_faults as faults
@@ -13,6 +14,8 @@ from memory_trace import hash_of
 from ranks import Ranks
 
 from upguard_plugin.compare.runs import compare_runs
+from upguard_plugin.compare.selection import Selection
+from upguard_plugin.invariants.check import check_run
 from upguard_plugin.placement_cover import check_cover
 from upguard_plugin.trace.reader import open_trace
 
@@ -41,6 +44,11 @@ TRAINABLE = {"0.weight", "0.bias", "1.weight", "3.weight", "3.bias"}
 
 def verdict(baseline, target):
     return compare_runs(open_trace(baseline), open_trace(target))
+
+
+def broken(run):
+    """What must hold inside one run and does not."""
+    return check_run(open_trace(run), Selection()).broken
 
 
 def last_events(run, phase, role, slot):
@@ -96,11 +104,44 @@ def test_twins_are_identical_and_everything_is_there(
     if has_masters:
         assert set(last_events(runs[0], "optimizer", "master", "master")) == TRAINABLE
     assert not open_trace(runs[0]).end(0).notes
+    assert not broken(runs[0])
 
 
-@pytest.mark.parametrize("stage, dtype", [(1, "fp32"), (2, "bf16"), (3, "fp32")])
-def test_merged_parts_are_what_deepspeed_itself_puts_together(two_ranks, tmp_path, stage, dtype):
-    ends = two_ranks.run(train, Training(stage, dtype, upguard=block(tmp_path / "run")))
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+NO_CPU_ADAM = {"zero_force_ds_cpu_optimizer": False}
+VARIANTS = {
+    "zero1": Training(1),
+    "zero2-bf16": Training(2, "bf16"),
+    "zero3": Training(3),
+    "bf16-optimizer": Training(1, "bf16", 2, config=FP32_GRADIENTS),
+    "zero2-fp32-gradients": Training(2, "bf16", 2, config=FP32_GRADIENTS),
+    "zero3-fp32-gradients": Training(3, "bf16", 2, config=FP32_GRADIENTS),
+    "zero2-offload": Training(2, "bf16", 2, config=NO_CPU_ADAM, zero=OFFLOAD),
+    "zero3-offload": Training(3, "bf16", 2, config=NO_CPU_ADAM, zero=OFFLOAD),
+    "zero2-copies": Training(2, zero={"contiguous_gradients": False, "overlap_comm": True}),
+    "zero1-round-robin": Training(1, zero={"round_robin_gradients": True}),
+    "zero3-all-reduce": Training(3, zero={"reduce_scatter": False}),
+    "zero3-small-groups": Training(3, "bf16", zero={"sub_group_size": 20}),
+}
+OFTEN = ("zero1", "zero2-bf16", "zero3")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=[] if v in OFTEN else pytest.mark.long) for v in VARIANTS],
+)
+def test_merged_parts_are_what_deepspeed_itself_puts_together(two_ranks, tmp_path, variant):
+    stage = VARIANTS[variant].stage
+    plain = two_ranks.run(train, VARIANTS[variant])
+    for name in ("run", "again"):
+        training = replace(VARIANTS[variant], upguard=block(tmp_path / name))
+        ends = two_ranks.run(train, training)
+
+    for name, weight in plain[0]["weights"].items():
+        assert weight.equal(ends[0]["weights"][name]), f"capture changed {name}"
+    assert verdict(tmp_path / "run", tmp_path / "again").verdict == "identical"
+    assert not broken(tmp_path / "run")
 
     masters = last_events(tmp_path / "run", "optimizer", "master", "master")
     assert set(masters) == TRAINABLE
@@ -189,12 +230,12 @@ def test_a_planted_fault_is_named_and_its_clean_twin_is_silent(two_ranks, tmp_pa
     for name in ("baseline", "clean", "faulty"):
         two_ranks.run(
             train,
-            Training(
-                training.stage, training.dtype, training.accumulation, zero=training.zero,
+            replace(
+                training,
                 upguard=block(tmp_path / name, program="faulty" if name == "faulty" else "clean"),
                 fault=fault if name == "faulty" else None,
             ),
-        )  # fmt: skip
+        )
 
     assert verdict(tmp_path / "baseline", tmp_path / "clean").verdict == "identical"
     found = verdict(tmp_path / "baseline", tmp_path / "faulty")
@@ -239,6 +280,7 @@ def test_a_pipeline_is_recorded_by_microbatch_receives_and_sends_too(two_ranks, 
         for name, weight in plain[rank]["weights"].items():
             assert weight.equal(ends[rank]["weights"][name]), f"capture changed {name}"
     assert verdict(tmp_path / "baseline", tmp_path / "target").verdict == "identical"
+    assert not broken(tmp_path / "baseline")
     trace = open_trace(tmp_path / "baseline")
     batch = trace.read(1, 1)
     seen = [

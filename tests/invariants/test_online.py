@@ -32,8 +32,8 @@ def test_what_breaks_is_printed_in_one_line_and_noted(tmp_path, capfd):
     found = notes(recorded("target", tmp_path / "run", 1))
 
     assert found[0].startswith(
-        "BROKEN at step 0, recompute, rank 0: recompute-repeats: Random state of blocks.1.drop is "
-        "not what it was"
+        "BROKEN at step 0, micro-batch 0, recompute, rank 0: recompute-repeats: "
+        "Random state of blocks.1.drop is not what it was"
     )
     lines = [line for line in capfd.readouterr().err.splitlines() if "BROKEN" in line]
     assert lines[0].startswith(f"upguard: {found[0]}")

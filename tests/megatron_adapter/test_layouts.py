@@ -10,6 +10,9 @@ import pytest
 from tests.bugs.training import compare
 from tests.megatron_adapter.jobs import Job, train
 from tests.megatron_adapter.merged import events, states, whole
+from upguard_plugin.compare.selection import Selection
+from upguard_plugin.invariants.check import check_run
+from upguard_plugin.trace.reader import open_trace
 
 pytestmark = pytest.mark.megatron
 pytest.importorskip("megatron.core")
@@ -169,3 +172,13 @@ def test_parts_of_activations_on_tensor_parallel_ranks_add_up(ran, name):
         assert len(parts) == 2
         shapes.add(whole(parts).shape)
     assert {(16, 2, 32), (16, 2, 4, 8), (16, 2, 64), (2, 4, 16, 16)} <= shapes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_invariant_is_broken(ran, name):
+    folder, _ = ran
+
+    report = check_run(open_trace(folder / "runs" / name), Selection())
+
+    assert [one.explanation for one in report.broken] == []
+    assert report.checked["collectives-match"] > 30

@@ -70,7 +70,9 @@ class DeferredRows:
     def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Take the fingerprint of `tensor` now, on its current stream, for the ticket's row."""
         with self._lock:
-            ticket.slot = self._queue.put(tensor, ticket.placement)
+            ticket.slot = self._queue.put(
+                tensor, ticket.placement, sketch=self._queue.sketch_size > 0
+            )
             self._filled.append(ticket)
             if tensor.is_cuda:
                 self._follow(tensor)

@@ -77,8 +77,10 @@ class Flow:
             key, tensor, placement, call.microbatch, call.number,
             seen.writer if role == "input" else NONE,
         )  # fmt: skip
-        if role == "output" and seen.written != tensor._version:
-            seen.writer, seen.written = seq, tensor._version
+        if role == "output":
+            version = NONE if tensor.is_inference() else tensor._version  # those do not count
+            if version == NONE or seen.written != version:
+                seen.writer, seen.written = seq, version
         if call.grad and tensor.requires_grad and not (tensor.is_leaf and _is_parameter(tensor)):
             role = _OF_GRADIENT[role]
             crossing = Crossing(boundary, role, slot, call.number, call.microbatch)

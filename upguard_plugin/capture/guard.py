@@ -41,6 +41,7 @@ from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
 from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.fingerprint.queue import FingerprintQueue
+from upguard_plugin.fingerprint.sketch import DEFAULT_SIZE
 from upguard_plugin.invariants.online import OnlineCheck
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
 from upguard_plugin.trace.batch import EventBatch
@@ -86,7 +87,8 @@ def enable(
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
-    recorder = Recorder(writer, FingerprintQueue(), settings.roles, settings.phases, settings.dump)
+    queue = FingerprintQueue(sketch_size=DEFAULT_SIZE if settings.sketch else 0)
+    recorder = Recorder(writer, queue, settings.roles, settings.phases, settings.dump)
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     if rank == first_recorded_rank(settings, world_size):

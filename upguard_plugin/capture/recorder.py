@@ -66,7 +66,8 @@ class Recorder:
         self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._writer = writer
         self._queue = queue_
-        self._deferred = DeferredRows(FingerprintQueue(), writer.note)
+        self._sketches = queue_.sketch_size > 0
+        self._deferred = DeferredRows(FingerprintQueue(sketch_size=queue_.sketch_size), writer.note)
         self._lock = threading.RLock()
         self._rows = Rows()
         self._dumps = Dumps(dump)
@@ -367,7 +368,7 @@ class Recorder:
         try:
             # What hashing runs is none of the training's operators: no mode sees it.
             with torch._C._DisableTorchDispatch():
-                return self._queue.put(tensor, placement)
+                return self._queue.put(tensor, placement, sketch=self._sketches)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {boundary} was not recorded: {error.sentence}")
             return NONE
@@ -377,7 +378,9 @@ class Recorder:
         fresh = [entry for entry, slot in zip(entries, slots, strict=True) if slot == NONE]
         try:
             with torch._C._DisableTorchDispatch():
-                taken = self._queue.put_many([e[1] for e in fresh], [e[2] for e in fresh])
+                taken = self._queue.put_many(
+                    [e[1] for e in fresh], [e[2] for e in fresh], sketch=self._sketches
+                )
         except UnsupportedTensorError:  # nothing was taken; find out which it was
             return [self._put(*entry) for entry in entries]
         hashed = iter(taken)

@@ -7,12 +7,14 @@ Out: places in both sequences that pair, in order. What has no partner is left o
 
 Equal sequences pair by position. Otherwise what both have exactly once are anchors, and the windows
 between two anchors are matched by dynamic programming. Hints only break ties: they never pair
-different identities and never stop equal ones from pairing.
+different identities and never stop equal ones from pairing. In a window that is too large for that,
+what both have exactly once by identity and hint are anchors too.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +26,9 @@ Words = npt.NDArray[np.uint64]
 # Cells of the largest window that is matched by dynamic programming: 2048 by 2048 events, 0.1 s.
 # Windows between anchors of real traces have at most some 500 events.
 MAX_CELLS = 1 << 22
+
+
+Match = Callable[["Stretch", "Stretch"], tuple[Ints, Ints]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,8 @@ def align(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:
         target.window(head, len(target) - tail),
     )
     pairs = [(np.arange(head), np.arange(head))]
-    pairs += [(b + head, t + head) for b, t in _between_anchors(*middle)]
+    anchors = _anchors(middle[0].identity, middle[1].identity)
+    pairs += [(b + head, t + head) for b, t in _between(*middle, *anchors, _match)]
     pairs += [
         (np.arange(len(baseline) - tail, len(baseline)), np.arange(len(target) - tail, len(target)))
     ]
@@ -80,15 +86,17 @@ def _same_tail(baseline: Stretch, target: Stretch, head: int) -> int:
     )
 
 
-def _between_anchors(baseline: Stretch, target: Stretch) -> list[tuple[Ints, Ints]]:
-    anchors_b, anchors_t = _anchors(baseline.identity, target.identity)
+def _between(
+    baseline: Stretch, target: Stretch, anchors_b: Ints, anchors_t: Ints, match: Match
+) -> list[tuple[Ints, Ints]]:
+    """The anchors, and what pairs in the windows between two of them."""
     stops_b = [*anchors_b.tolist(), len(baseline)]
     stops_t = [*anchors_t.tolist(), len(target)]
     pairs = []
     start_b = start_t = 0
     for stop_b, stop_t in zip(stops_b, stops_t, strict=True):
         if start_b < stop_b and start_t < stop_t:
-            found_b, found_t = _match(
+            found_b, found_t = match(
                 baseline.window(start_b, stop_b), target.window(start_t, stop_t)
             )
             pairs.append((found_b + start_b, found_t + start_t))
@@ -138,17 +146,37 @@ def _chain_lengths(places: list[int]) -> Ints:
     return lengths
 
 
+def _is_too_large(baseline: Stretch, target: Stretch) -> bool:
+    return (len(baseline) + 1) * (len(target) + 1) > MAX_CELLS
+
+
+def _by_hints(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:
+    """A large window, with anchors that both have exactly once by identity and hint together."""
+    none = np.empty(0, dtype=np.int64)
+    columns = [
+        np.concatenate([baseline.identity, target.identity]).view(np.uint64),
+        np.concatenate([baseline.hint, target.hint]),
+    ]
+    both = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    anchors = _anchors(both[: len(baseline)], both[len(baseline) :])
+
+    def match_small(left: Stretch, right: Stretch) -> tuple[Ints, Ints]:
+        return (none, none) if _is_too_large(left, right) else _match(left, right)
+
+    pairs = [(none, none), *_between(baseline, target, *anchors, match_small)]
+    return np.concatenate([b for b, _ in pairs]), np.concatenate([t for _, t in pairs])
+
+
 def _match(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:
     """The pairs that every best match of a window contains.
 
     Best: the most pairs of equal identity; among these, the most equal hints.
     """
-    none = np.empty(0, dtype=np.int64)
     if np.array_equal(baseline.identity, target.identity):
         places = np.arange(len(baseline), dtype=np.int64)
         return places, places
-    if (len(baseline) + 1) * (len(target) + 1) > MAX_CELLS:
-        return none, none
+    if _is_too_large(baseline, target):
+        return _by_hints(baseline, target)
     gain = _gains(baseline, target)
     upto = _best_upto(gain)
     beyond = _best_upto(gain[::-1, ::-1])[::-1, ::-1]

@@ -5,13 +5,15 @@ Out: a `Pairing`: rows that pair, rows that are alone, and masks of what differs
 
 Events pair inside one micro-batch and phase, in program order. What is left over then pairs if it
 names the same call of the same boundary (it ran elsewhere), or that call with another operator,
-reduce op or group. Anything else stays alone and is counted.
+reduce op or group, or the same boundary with the same value. Anything else stays alone and is
+counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,10 @@ from upguard_plugin.trace.batch import EventBatch
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
+
+Columns = Sequence[npt.NDArray[Any]]
+Name = tuple[int, ...]
+Names = Callable[["Side", Ints], tuple[Ints, Columns]]
 
 _CALLS = 1 << 24  # more calls of one boundary in one micro-batch than there are
 
@@ -147,8 +153,8 @@ def _pair_rows(baseline: Side, target: Side) -> tuple[Ints, Ints]:
             Stretch(identity_t[in_t], target.hint()[in_t]),
         )
         pairs.append((in_b[found_b], in_t[found_t]))
-    for by_identity in (True, False):
-        pairs.append(_pair_left_over(baseline, target, pairs, by_identity))
+    for names in (_by_identity, _by_place, _by_value):
+        pairs.append(_pair_left_over(baseline, target, pairs, names))
     rows_b = np.concatenate([b for b, _ in pairs])
     rows_t = np.concatenate([t for _, t in pairs])
     order = np.argsort(rows_b, kind="stable")
@@ -166,22 +172,51 @@ def _segments(baseline: Side, target: Side) -> Iterator[tuple[Ints, Ints]]:
 
 
 def _pair_left_over(
-    baseline: Side, target: Side, pairs: list[tuple[Ints, Ints]], by_identity: bool
+    baseline: Side, target: Side, pairs: list[tuple[Ints, Ints]], names: Names
 ) -> tuple[Ints, Ints]:
-    """Pair what ran elsewhere, or as another operator, if each side has it once."""
+    """Pair what ran elsewhere, or as another operator, if both sides have its name."""
     none = np.empty(0, dtype=np.int64)
     paired_b = np.concatenate([none, *(b for b, _ in pairs)])
     paired_t = np.concatenate([none, *(t for _, t in pairs)])
-    rows_b = _movable(baseline, _others(paired_b, len(baseline.batch)))
-    rows_t = _movable(target, _others(paired_t, len(target.batch)))
-    names_b = _names(baseline, rows_b, by_identity)
-    names_t = _names(target, rows_t, by_identity)
-    once_b = {name: row for name, row in names_b.items() if row is not None}
-    found = [(row, names_t[name]) for name, row in once_b.items() if names_t.get(name) is not None]
+    rows_b, rows_t = _others(paired_b, len(baseline.batch)), _others(paired_t, len(target.batch))
+    if not len(rows_b) or not len(rows_t):
+        return none, none
+    names_b, names_t = _rows_of(baseline, rows_b, names), _rows_of(target, rows_t, names)
+    found = [
+        pair
+        for name in names_b.keys() & names_t.keys()
+        for pair in _in_order(names_b[name], names_t[name], same_value=names is _by_value)
+    ]
     return (
         np.array([b for b, _ in found], dtype=np.int64),
         np.array([t for _, t in found], dtype=np.int64),
     )
+
+
+def _in_order(
+    rows_b: list[int], rows_t: list[int], *, same_value: bool
+) -> Iterable[tuple[int, int]]:
+    """Rows of one name: one on each side, or as many of one value, which are alike."""
+    if len(rows_b) == len(rows_t) and (len(rows_b) == 1 or same_value):
+        return zip(rows_b, rows_t, strict=True)
+    return ()
+
+
+def _by_identity(side: Side, rows: Ints) -> tuple[Ints, Columns]:
+    """Rows that are named by the call of their boundary, and the names."""
+    rows = _movable(side, rows)
+    return rows, (side.columns.identity[side.key[rows]], side.batch.call[rows])
+
+
+def _by_place(side: Side, rows: Ints) -> tuple[Ints, Columns]:
+    """The same without operator, op and group."""
+    rows = _movable(side, rows)
+    return rows, (side.columns.loose[side.key[rows]], side.batch.call[rows])
+
+
+def _by_value(side: Side, rows: Ints) -> tuple[Ints, Columns]:
+    """Any row, named by its boundary and its fingerprint: what looks the same and moved."""
+    return rows, (side.columns.identity[side.key[rows]], side.batch.h[rows], side.batch.s[rows])
 
 
 def _movable(side: Side, rows: Ints) -> Ints:
@@ -191,17 +226,11 @@ def _movable(side: Side, rows: Ints) -> Ints:
     return rows[~fixed]
 
 
-def _names(side: Side, rows: Ints, by_identity: bool) -> dict[tuple[int, int, int], int | None]:
-    """Row of each name; None for a name that more than one row has."""
-    column = side.columns.identity if by_identity else side.columns.loose
-    names: dict[tuple[int, int, int], int | None] = {}
-    for row, identity, microbatch, call in zip(
-        rows.tolist(),
-        column[side.key[rows]].tolist(),
-        side.batch.microbatch[rows].tolist(),
-        side.batch.call[rows].tolist(),
-        strict=True,
-    ):
-        name = (identity, microbatch, call)
-        names[name] = None if name in names else row
-    return names
+def _rows_of(side: Side, rows: Ints, names: Names) -> dict[Name, list[int]]:
+    """The rows of each name, in order."""
+    found: dict[Name, list[int]] = {}
+    rows, listed = names(side, rows)
+    columns = [column.tolist() for column in (side.batch.microbatch[rows], *listed)]
+    for row, *name in zip(rows.tolist(), *columns, strict=True):
+        found.setdefault(tuple(name), []).append(row)
+    return found

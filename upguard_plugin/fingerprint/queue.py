@@ -53,7 +53,8 @@ class FingerprintQueue:
     """Hashes tensors in program order; a slot is the number of a tensor since the last `take`.
 
     magnitudes: count non-finite elements and find the largest magnitude of each tensor.
-    sketch_size: buckets of the sketches that `put(..., sketch=True)` takes; 0: none are taken.
+    sketch_size: buckets of the sketches that `put(..., sketch=True)` takes; 0: none are taken. What
+    is sketched is counted and measured too.
     Raises UsageError for an impossible sketch size, UnsupportedTensorError on a big-endian host.
     """
 
@@ -70,6 +71,11 @@ class FingerprintQueue:
 
     def __len__(self) -> int:
         return self._slots
+
+    @property
+    def sketch_size(self) -> int:
+        """Buckets of the sketches that this queue takes; 0: none."""
+        return self._sketch_size
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -160,7 +166,7 @@ class FingerprintQueue:
         measured = measures[: self._slots].copy()
         self._forget(0)
         nonfinite, max_abs, sketch = None, None, None
-        if self._magnitudes:
+        if self._magnitudes or self._sketch_size:
             counts = np.where(np.isnan(measured[:, 0]), NOT_COUNTED, measured[:, 0])
             nonfinite, max_abs = counts.astype(np.int64), measured[:, 1].copy()
         if self._sketch_size:

@@ -113,4 +113,8 @@ class ReceivedIsSent(Invariant):
 
 
 def _shapes(exchange: Exchange) -> dict[int, str]:
-    return {rank: str(list(part.key.shape)) for rank, part in exchange.parts.items()}
+    """Without dims of size 1: one element is one element, [] or [1]."""
+    return {
+        rank: str([size for size in part.key.shape if size != 1])
+        for rank, part in exchange.parts.items()
+    }
