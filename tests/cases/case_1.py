@@ -55,7 +55,7 @@ CASE = Case(
     },
     broken={
         "invariant": "replicas-agree", "step": 0, "phase": "grad_sync", "ranks": [0, 1],
-        "boundary": "ln_f.weight", "role": "grad", "kind": "collective",
+        "boundary": "ln_f.weight", "role": "grad",
     },
     waits="TP1 against TP2",
 )  # fmt: skip

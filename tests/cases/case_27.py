@@ -55,7 +55,10 @@ CASE = Case(
     train=train,
     num_ranks=2,
     answer={
-        "step": 0, "kind": "collective", "ranks": [0, 1],
+        "step": 0, "phase": "accumulate", "kind": "collective", "ranks": [0, 1],
+        "boundary": "moe.gate.weight", "role": "grad",
     },
+    unsolved="the all-reduce that is missing in the optimizer is named, not the gradient whose "
+    "declared placement differs: bits are compared, placements are not",
     waits="the target alone",
 )  # fmt: skip

@@ -35,6 +35,7 @@ CASE = Case(
     num_ranks=4,
     answer={
         "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1, 2, 3], "call": 0,
+        "boundary": "all_reduce[world]", "operator": "c10d.allreduce_", "role": "input",
         "baseline": {"dtype": "float32"}, "target": {"dtype": "bfloat16"},
     },
 )  # fmt: skip

@@ -57,6 +57,6 @@ CASE = Case(
     },
     broken={
         "invariant": "replicas-agree", "step": 0, "phase": "grad_sync", "ranks": [0, 1],
-        "boundary": "branch.a.weight", "role": "grad", "kind": "collective",
+        "boundary": "branch.a.weight", "role": "grad",
     },
 )  # fmt: skip

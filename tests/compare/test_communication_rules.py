@@ -1,0 +1,70 @@
+"""What only communication can have done, although no collective differs itself."""
+
+from __future__ import annotations
+
+from tests.compare.test_situations import answer, two_ranks
+from tests.memory_run import MemoryRun, batch, edited, events
+from upguard_plugin.compare.runs import compare_runs
+
+DROPPED = """
+forward   0  input   leave/args.0            part{r}  Leave
+forward   0  input   all_reduce[tp]/0  part{r}  group=0,1:0 op=all_reduce_sum moment=launch
+forward   0  output  all_reduce[tp]/0  sum  group=0,1:0 op=all_reduce_sum moment=completion
+forward   0  output  leave/out               sum      Leave
+"""
+LATE = """
+start     -  param   fc1.weight/value        old{r}
+forward   0  param   fc1.weight/value        new
+forward   0  output  fc1/out                 y{r}     Linear
+"""
+BEFORE = """
+start     -  param   fc1.weight/value        older{r}
+forward   0  param   fc1.weight/value        older{r}
+"""
+
+
+def both(text: str, name: str = "run"):
+    return two_ranks(text.format(r=0), text.format(r=1), name=name)
+
+
+def test_a_result_that_is_given_on_by_nobody_is_the_collectives():
+    dropped = edited(DROPPED, ("leave/out               sum", "leave/out  part{r}"))
+
+    verdict = compare_runs(both(DROPPED), both(dropped, "target"))
+
+    assert answer(verdict) == "0 0 forward leave output collective"
+    assert verdict.first_divergence.ranks == [0, 1]
+
+
+def test_another_wrong_value_behind_a_collective_is_the_modules():
+    wrong = edited(DROPPED, ("leave/out               sum", "leave/out  other"))
+
+    verdict = compare_runs(both(DROPPED), both(wrong, "target"))
+
+    assert answer(verdict) == "0 0 forward leave output forward"
+
+
+def late(text: str, name: str = "run"):
+    return MemoryRun(
+        {
+            rank: [batch(i, events(part.format(r=rank))) for i, part in enumerate((BEFORE, text))]
+            for rank in (0, 1)
+        },
+        name,
+    )
+
+
+def test_an_update_that_has_not_arrived_when_it_is_used_is_the_collectives():
+    stale = edited(LATE, ("  new", "  old{r}"))
+
+    verdict = compare_runs(late(LATE), late(stale, "target"))
+
+    assert answer(verdict) == "1 0 forward fc1.weight param collective"
+
+
+def test_a_weight_that_is_neither_old_nor_new_is_no_late_update():
+    wrong = edited(LATE, ("  new", "  other"))
+
+    verdict = compare_runs(late(LATE), late(wrong, "target"))
+
+    assert answer(verdict) == "1 0 forward fc1.weight param forward"
