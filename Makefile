@@ -6,7 +6,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGING := setup.cfg pyproject.toml constraints.txt
-PYTHON_FILES := upguard_plugin integrations launch tests benchmarks
+PYTHON_FILES := upguard_plugin integrations launch tests benchmarks examples
 
 .PHONY: demo test test-long cases cases-long lint types clean
 .DELETE_ON_ERROR:
