@@ -495,7 +495,7 @@ def test_a_boundary_names_its_group_and_what_is_in_the_buffer(two_ranks: Ranks) 
         assert rows == [
             ("all_reduce[tp] fc.weight.grad", "grad_sync", "test_collectives.py"),
             ("broadcast[world] fc.weight", "backward", "test_collectives.py"),
-            ("all_reduce[dp]", "backward", "test_collectives.py"),
+            ("all_reduce[dp]", "grad_sync", "test_collectives.py"),
         ]
 
 

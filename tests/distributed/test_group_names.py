@@ -1,4 +1,4 @@
-"""Groups without a description are named by their members."""
+"""Groups without a description are named by their members; one of all ranks is the world."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ranks import Ranks
 def boundaries(num_others: int) -> list[str]:
     for _ in range(num_others):
         dist.new_group([0])
-    group = dist.new_group([0, 1])
+    group = dist.new_group([0, 1])  # all ranks
     with record_collectives() as trace:
         dist.all_reduce(torch.ones(2), group=group)
     return [row.boundary for row in trace.rows]
@@ -20,4 +20,4 @@ def boundaries(num_others: int) -> list[str]:
 def test_another_group_in_one_run_renames_no_group(two_ranks: Ranks) -> None:
     for num_others in (0, 3):
         for rows in two_ranks.run(boundaries, num_others):
-            assert set(rows) == {"all_reduce[ranks 0,1]"}
+            assert set(rows) == {"all_reduce[world]"}
