@@ -283,8 +283,11 @@ class CollectiveProbe:
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as it is now, whatever its owner gives to the tensor later.
 
-    A pipeline stage frees what it has sent by giving the tensor another `.data`.
+    A pipeline stage frees what it has sent by giving the tensor another `.data`. A sparse tensor
+    is itself: its result lies in new memory.
     """
+    if tensor.layout is not torch.strided:
+        return tensor
     with torch.no_grad(), _disable_current_modes():
         return tensor.detach()
 
