@@ -8,6 +8,11 @@ BIN := .venv/bin
 PACKAGING := setup.cfg pyproject.toml constraints.txt
 PYTHON_FILES := upguard_plugin integrations launch tests benchmarks examples
 
+# Tests start mpiexec, deepspeed and torchrun by name, and DeepSpeed compiles with ninja. It compiles
+# into this checkout: a lock left by a killed run elsewhere would make it wait for ever.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
+
 .PHONY: demo test test-long cases cases-long lint types clean
 .DELETE_ON_ERROR:
 
@@ -50,6 +55,8 @@ types: .venv/test.stamp
 
 .venv/test.stamp: .venv/torch.stamp $(PACKAGING)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	rm -f $(TORCH_EXTENSIONS_DIR)/*/lock $(TORCH_EXTENSIONS_DIR)/*/*/lock
+	$(BIN)/python -c 'from deepspeed.accelerator import get_accelerator as get; get().create_op_builder("ShareMemCommBuilder").load()'
 	touch $@
 
 clean:
