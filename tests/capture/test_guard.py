@@ -166,10 +166,10 @@ def test_a_failure_of_ours_stops_the_recording_and_not_the_training(tmp_path, mo
     train(expected, expected_optimizer)
     real = FingerprintQueue.put
 
-    def failing(self, tensor, placement=None):
+    def failing(self, tensor, placement=None, **measures):
         if guard.position.step == 1:
             raise RuntimeError("kernel went away")
-        return real(self, tensor, placement)
+        return real(self, tensor, placement, **measures)
 
     monkeypatch.setattr(FingerprintQueue, "put", failing)
     with guarded(tmp_path / "run", model, optimizer) as guard:
