@@ -137,15 +137,6 @@ def weights_never_gathered(engine: Any) -> None:
     engine.undo = lambda: setattr(utils, "all_gather_into_tensor_dp_groups", original)
 
 
-def updated_part_never_copied_back(engine: Any) -> None:
-    """The masters are updated, the weights that are gathered are the old ones."""
-    optimizer = engine.optimizer
-    parts = optimizer.parallel_partitioned_bit16_groups
-    optimizer.parallel_partitioned_bit16_groups = [
-        [part.clone() for part in group] for group in parts
-    ]
-
-
 def learning_rate_of_a_group(engine: Any) -> None:
     """A scheduler that was restored one step late."""
     engine.basic_optimizer.param_groups[0]["lr"] *= 0.5
