@@ -18,6 +18,7 @@ from upguard_plugin.fingerprint import (
     fingerprint_many,
     placement_of,
 )
+from upguard_plugin.fingerprint.queue import _plain_address
 from upguard_plugin.fingerprint.sweeps import plan_sweeps
 from upguard_plugin.placement import resolve_placement
 from upguard_plugin.records import Axis, Layout, Piece, Placement
@@ -121,6 +122,11 @@ def test_tensors_without_bytes_are_refused(make, why):
     assert error.value.sentence.startswith("cannot fingerprint a tensor of ")
     assert why in error.value.sentence
     assert len(queue) == 0
+
+
+def test_a_small_tensor_takes_the_short_way_wherever_the_heap_lies():
+    # A program at a low address has its heap there: such an address is no sign of freed storage.
+    assert all(_plain_address(tensor) == tensor.data_ptr() for tensor in torch.ones(8, 64).unbind())
 
 
 def test_a_view_of_freed_storage_is_refused():

@@ -30,7 +30,8 @@ from upguard_plugin.fingerprint.threads import LONG_BYTES, hash_run_parallel
 from upguard_plugin.records import Placement
 
 NOT_COUNTED = -1
-# A view of freed storage has its offset for an address. Real ones are above this, or checked.
+# A view of freed storage has its offset for an address. Below this, as where an allocator's heap
+# follows a program at a low address, the storage is asked.
 LOW_ADDRESS = 1 << 44
 _data_ptr = torch._C.TensorBase.data_ptr  # of torch.Tensor it may be watched by a probe
 
@@ -223,7 +224,8 @@ def _plain_address(tensor: Tensor) -> int:
         and not tensor.is_neg()
         and not tensor.is_conj()
         and not tensor.is_quantized
-        and (address := _data_ptr(tensor)) >= LOW_ADDRESS
+        and (address := _data_ptr(tensor))
+        and (address >= LOW_ADDRESS or tensor.untyped_storage().nbytes())
     ):
         return address
     return 0
