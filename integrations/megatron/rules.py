@@ -29,10 +29,13 @@ class Activations:
 
 def _column_parallel(name: str, module: Any) -> Activations:
     sequence = "{S}" if getattr(module, "sequence_parallel", False) else "{C}"
-    out = "o" if getattr(module, "gather_output", False) else "o[tp]"
+    is_gated = getattr(getattr(module, "config", None), "gated_linear_unit", False)
+    halves = is_gated and name.rpartition(".")[2] == "linear_fc1"  # gate and up, each split
+    part = "(2 f[tp])" if halves else "o[tp]"
+    out = "o" if getattr(module, "gather_output", False) else part
     taken = f"{sequence} {{B}} i"
     # The second part is the bias, where adding it is left to the caller.
-    return Activations({"input_": taken, "x": taken}, (f"{{C}} {{B}} {out}", "o[tp]"))
+    return Activations({"input_": taken, "x": taken}, (f"{{C}} {{B}} {out}", part))
 
 
 def _row_parallel(name: str, module: Any) -> Activations:

@@ -44,6 +44,9 @@ class Job:
     layers: int = 4
     num_steps: int = 2
     num_microbatches: int = 4
+    dropout: bool = True  # in bf16
+    seed: int = 0  # of weights and data
+    sketch: bool = False
 
 
 def train(jobs: Sequence[Job], folder: Path, num_ranks: int = 2) -> dict[str, list[dict]]:

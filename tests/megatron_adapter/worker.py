@@ -29,8 +29,12 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     trainer = build(job)
     guard = None
     if job.level is not None:
-        settings = {"output_dir": str(folder / "runs" / job.name), "level": job.level}
+        settings: dict[str, Any] = {
+            "output_dir": str(folder / "runs" / job.name),
+            "level": job.level,
+        }
         settings["program"] = job.program or job.fault or "plain"
+        settings["sketch"] = job.sketch
         groups = None
         if job.explicit_groups:
             groups = ProcessGroupCollection.use_mpu_process_groups()
