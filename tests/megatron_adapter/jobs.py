@@ -47,6 +47,8 @@ class Job:
     dropout: bool = True  # in bf16
     seed: int = 0  # of weights and data
     sketch: bool = False
+    save: str = ""  # folder of a checkpoint to write the first weights to
+    load: str = ""  # and to read them from
 
 
 def train(jobs: Sequence[Job], folder: Path, num_ranks: int = 2) -> dict[str, list[dict]]:
