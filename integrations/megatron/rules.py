@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HIDDEN = "{S} {B} h"
+ROTARY = "{C} x y d"  # angles of the positions, the same for all samples and heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,12 @@ def _identity(name: str, module: Any) -> Activations:
 
 
 def _hidden_to_hidden(name: str, module: Any) -> Activations:
-    return Activations({"hidden_states": HIDDEN}, (HIDDEN, "h"))  # the second part is a bias
+    taken = {"hidden_states": HIDDEN, "rotary_pos_emb": ROTARY}
+    return Activations(taken, (HIDDEN, "h"))  # the second part is a bias
+
+
+def _rotary(name: str, module: Any) -> Activations:
+    return Activations({}, (ROTARY,))
 
 
 def _model(name: str, module: Any) -> Activations:
@@ -113,6 +119,7 @@ RULES: dict[str, Callable[[str, Any], Activations]] = {
     "RMSNorm": _norm,
     "FusedLayerNorm": _norm,
     "L2Norm": _norm,
+    "RotaryEmbedding": _rotary,
     "DotProductAttention": _attention_core,
     "TEDotProductAttention": _attention_core,
     "FusedScaleMaskSoftmax": _scores,

@@ -202,17 +202,19 @@ def _count_pairs(
     scan.compared += int((chosen & pairing.comparable).sum())
     scan.not_comparable += int((chosen & ~pairing.comparable).sum())
     scan.differ += int((chosen & pairing.differs).sum())
-    scan.tainted += int((chosen & pairing.rounds).sum())
     scan.unmatched_baseline += len(pairing.baseline_alone)
     scan.unmatched_target += len(pairing.target_alone)
     key = pairing.baseline.key[pairing.baseline_rows]
     named = ~np.isin(pairing.baseline.columns.role[key], _SAID_BY_ANY_RUN)
     scan.common_boundaries += int(named.sum())
     equal = np.flatnonzero(chosen & pairing.comparable & ~pairing.differs & ~pairing.rounds)
+    rounded = np.flatnonzero(chosen & pairing.rounds)
     if divergent:
         places = pair_places(pairing)
+        rounded = rounded[places[rounded] < divergent[0].place]
         equal = equal[places[equal] < divergent[0].place]
         equal = equal[np.argsort(places[equal], kind="stable")]
     scan.certified += len(equal)
+    scan.tainted += len(rounded)
     if len(equal):
         scan.last_equal = (step, int(pairing.baseline_rows[equal[-1]]))
