@@ -15,8 +15,8 @@ from numba import uint64 as u64
 
 from upguard_plugin.fingerprint import keys
 from upguard_plugin.fingerprint.cache import compile_kernel
-from upguard_plugin.fingerprint.residues import add, join_limbs, key_a, multiply, pointer
-from upguard_plugin.fingerprint.vector import BLOCKS_AT_ONCE, LANES, LIMBS, vector_sums
+from upguard_plugin.fingerprint.residues import add, key_a, multiply, pointer
+from upguard_plugin.fingerprint.vector import BLOCKS_AT_ONCE, KEY_ROWS, LANES, join, vector_sums
 
 Word = Any  # uint64 in a register
 Words = Any  # memory seen as uint64
@@ -34,20 +34,19 @@ _many_block_sums = vector_sums(BLOCKS_AT_ONCE)
 
 
 @njit
-def _block_sums(pairs: Words, first: int) -> tuple[Word, Word, Word, Word]:
-    """The sums of `vector_sums` over pairs that lie in one block, from its pair `first` on."""
+def _hash_in_block(pairs: Words, first: int) -> tuple[Word, Word]:
+    """Pairs that lie in one block, from its pair `first` on: hash before its A, and plain sum."""
     whole = pairs.shape[0] & ~(LANES - 1)
-    s, a0, a1, a2 = _one_block_sums(
-        u64(pairs.ctypes.data), u64(LIMBS.ctypes.data + 8 * first), u64(8 * whole)
+    s, sums = _one_block_sums(
+        u64(pairs.ctypes.data), u64(KEY_ROWS.ctypes.data + 8 * first), u64(8 * whole)
     )
+    h = join(sums[0])
     for k in range(whole, pairs.shape[0]):
         x, y = pairs[k] & u64(0xFFFFFFFF), pairs[k] >> u64(32)
-        limb0, limb1, limb2 = LIMBS[0, first + k], LIMBS[1, first + k], LIMBS[2, first + k]
-        a0 += x * (limb0 & u64(0xFFFFFFFF)) + y * (limb0 >> u64(32))
-        a1 += x * (limb1 & u64(0xFFFFFFFF)) + y * (limb1 >> u64(32))
-        a2 += x * (limb2 & u64(0xFFFFFFFF)) + y * (limb2 >> u64(32))
+        h = add(h, multiply(x, u64(KEYS_B[2 * (first + k)])))
+        h = add(h, multiply(y, u64(KEYS_B[2 * (first + k) + 1])))
         s += pairs[k]
-    return a0, a1, a2, s
+    return h, s
 
 
 @njit
@@ -82,19 +81,18 @@ def hash_stretch(address: int, num_bytes: int, offset: int, with_sum: int) -> tu
         c = (first + i) & (PAIRS_PER_BLOCK - 1)
         block = u64((first + i) >> 10)
         if c == 0 and num_pairs - i >= BLOCKS_AT_ONCE * PAIRS_PER_BLOCK:
-            sums = _many_block_sums(
-                u64(pairs.ctypes.data + 8 * i), u64(LIMBS.ctypes.data), u64(8 * PAIRS_PER_BLOCK)
+            many_s, sums = _many_block_sums(
+                u64(pairs.ctypes.data + 8 * i), u64(KEY_ROWS.ctypes.data), u64(8 * PAIRS_PER_BLOCK)
             )
-            s += sums[0]
+            s += many_s
             for k in range(BLOCKS_AT_ONCE):
-                joined = join_limbs(sums[3 * k + 1], sums[3 * k + 2], sums[3 * k + 3])
-                h = add(h, multiply(joined, key_a(block + u64(k))))
+                h = add(h, multiply(join(sums[k]), key_a(block + u64(k))))
             i += BLOCKS_AT_ONCE * PAIRS_PER_BLOCK
             continue
         n = min(PAIRS_PER_BLOCK - c, num_pairs - i)
-        a0, a1, a2, block_s = _block_sums(pairs[i : i + n], c)
+        block_h, block_s = _hash_in_block(pairs[i : i + n], c)
         s += block_s
-        h = add(h, multiply(join_limbs(a0, a1, a2), key_a(block)))
+        h = add(h, multiply(block_h, key_a(block)))
         i += n
     done = head + 8 * num_pairs
     if done < num_bytes:
