@@ -106,7 +106,8 @@ class FingerprintQueue:
             out = self._pairs.address + 16 * slot
             hasher(address, num_bytes, 0, int(tensor.itemsize >= 8), out)
             return slot
-        return self._put_parts(dense_parts(tensor, placement), sketch)
+        with torch._C._DisableTorchDispatch():  # none of the training's operators: no mode sees it
+            return self._put_parts(dense_parts(tensor, placement), sketch)
 
     def put_many(
         self,
