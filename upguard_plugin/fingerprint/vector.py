@@ -109,8 +109,51 @@ def vector_sums(num_blocks: int) -> Any:
     return sums_of_blocks
 
 
-def _load(builder: Any, address: Any) -> Any:
-    loaded = builder.load(builder.inttoptr(address, VECTOR.as_pointer()))
+TILE = 8  # rows and columns of a square that `transpose` turns
+
+
+def square(itemsize: int) -> Any:
+    """An intrinsic (source, source step, target, target step) that transposes TILE x TILE elements.
+
+    Steps are bytes from row to row. Elements are of 1, 2, 4 or 8 bytes.
+    """
+    row_type = ir.VectorType(ir.IntType(8 * itemsize), TILE)
+
+    @intrinsic
+    def turn(typing_context: Any, source: Any, step: Any, target: Any, target_step: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            source, step, target, target_step = args
+            rows = []
+            for k in range(TILE):
+                address = builder.add(source, builder.mul(step, ir.Constant(INT64, k)))
+                rows.append(_load(builder, address, row_type))
+            for distance in (1, 2, 4):
+                _swap_corners(builder, rows, distance)
+            for k, row in enumerate(rows):
+                address = builder.add(target, builder.mul(target_step, ir.Constant(INT64, k)))
+                builder.store(row, builder.inttoptr(address, row_type.as_pointer())).align = 1
+            return context.get_dummy_value()
+
+        return types.none(types.uint64, types.uint64, types.uint64, types.uint64), generate
+
+    return turn
+
+
+def _swap_corners(builder: Any, rows: list[Any], distance: int) -> None:
+    """In each square of 2 x 2 blocks of this size, swap the two blocks off the diagonal."""
+    lanes = range(TILE)
+    upper = [TILE + lane - distance if lane & distance else lane for lane in lanes]
+    lower = [TILE + lane if lane & distance else lane + distance for lane in lanes]
+    for k in range(TILE):
+        if not k & distance:
+            a, b = rows[k], rows[k + distance]
+            for row, mask in ((k, upper), (k + distance, lower)):
+                constant = ir.Constant(ir.VectorType(INT32, TILE), mask)
+                rows[row] = builder.shuffle_vector(a, b, constant)
+
+
+def _load(builder: Any, address: Any, vector: Any = VECTOR) -> Any:
+    loaded = builder.load(builder.inttoptr(address, vector.as_pointer()))
     loaded.align = 1
     return loaded
 
