@@ -106,7 +106,8 @@ class OpaqueCode:
                     return launcher(*args, **kwargs)
                 name = f"triton.{_name_of(kernel)}"
                 running = probe.enter_opaque(name, args, kwargs, writes=True)
-                result = launcher(*args, **kwargs)
+                with probe.inside_launch():
+                    result = launcher(*args, **kwargs)
                 probe.leave_opaque(running, None)
                 return result
 

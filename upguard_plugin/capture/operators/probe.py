@@ -10,7 +10,10 @@ recorded (another module, a view, a bypassed one) may still write, so it has to 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +74,7 @@ class OperatorProbe(TorchDispatchMode):
         self._opaque = OpaqueCode(self)
         self._inputs_wanted = self.recorder.wants("input")
         self._entered = False
+        self._launching: set[int] = set()  # threads inside a launch
         self._step = NONE
 
     def attach(self) -> None:
@@ -101,7 +105,7 @@ class OperatorProbe(TorchDispatchMode):
         for kind in types:
             if kind not in _PLAIN:
                 return self._pass_to_subclass(func, args, kwargs)
-        if not self.recorder.active:
+        if not self.recorder.active or (self._launching and get_ident() in self._launching):
             return func(*args, **kwargs)
         running = self._begin(func, args, kwargs)
         result = func(*args, **kwargs)  # what it raises is the user's
@@ -121,9 +125,19 @@ class OperatorProbe(TorchDispatchMode):
         return (
             self._entered
             and self.recorder.active
+            and get_ident() not in self._launching
             and not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
             and not torch.compiler.is_compiling()
         )
+
+    @contextmanager
+    def inside_launch(self) -> Iterator[None]:
+        """What this thread's operators do inside is the launch's own work, and no event."""
+        self._launching.add(get_ident())
+        try:
+            yield
+        finally:
+            self._launching.discard(get_ident())
 
     @shielded
     def enter_opaque(
