@@ -120,13 +120,16 @@ class OperatorCalls:
     def _begin_recorded(
         self, operator: Operator, arguments: list[Argument], kwargs: dict[str, Any]
     ) -> Running | None:
+        place, phase = self._locator.place_of(arguments)
+        selected = self._selects_all or self._is_selected(place.boundary, phase)
+        if not selected and not operator.has_effects:
+            return None
         if self._inputs_wanted or not operator.returns_fresh:
             find = self.storages.find
             for argument in arguments:
                 argument.storage = find(argument.tensor)
-        place, phase = self._locator.place_of(arguments)
-        if not (self._selects_all or self._is_selected(place.boundary, phase)):
-            return Running(operator, arguments, place, phase) if operator.has_effects else None
+        if not selected:
+            return Running(operator, arguments, place, phase)
         running, site = self._running(operator, place, phase, arguments)
         if operator.is_random:
             self._record_generator(running, site, kwargs)

@@ -68,13 +68,13 @@ class OperatorProbe(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not self.recorder.active or (self._launching and get_ident() in self._launching):
+            return func(*args, **kwargs)
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             return func(*args, **kwargs)  # nothing is computed: shapes are worked out
         for kind in types:
             if kind not in _PLAIN:
                 return self._pass_to_subclass(func, args, kwargs)
-        if not self.recorder.active or (self._launching and get_ident() in self._launching):
-            return func(*args, **kwargs)
         running = self.calls.begin(func, args, kwargs)
         result = func(*args, **kwargs)  # what it raises is the user's
         if running is not None:
