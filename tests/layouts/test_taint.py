@@ -18,6 +18,7 @@ OTHERS = (
     Job("unsketched", sketch=False),
     *(Job(f"seed-{seed}", seed=seed) for seed in (1, 2)),
 )
+HALVED = Job("halved", num_microbatches=2)
 FAULTS = ("unreduced", "bias twice", "last bit", "nan")
 
 
@@ -27,7 +28,17 @@ def runs(tmp_path_factory):
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
     for job in (PLAIN, *OTHERS):
         train(job, one)
-    train_on_two([PLAIN, *OTHERS, *(replace(PLAIN, name=f, fault=f) for f in FAULTS)], two)
+    train(HALVED, one)
+    train_on_two(
+        [
+            PLAIN,
+            *OTHERS,
+            HALVED,
+            Job("longer", num_steps=3, weights=9),
+            *(replace(PLAIN, name=f, fault=f) for f in FAULTS),
+        ],
+        two,
+    )
     return one, two
 
 
@@ -82,6 +93,32 @@ def test_without_sketches_the_region_is_not_comparable(runs):
         "events not comparable: they lie behind a sum that the layouts take in another order, and "
         "without sketches nothing tells rounding from a fault: record both runs with sketch: true"
     )
+
+
+def test_other_micro_batches_round_gradients_and_nothing_before(runs):
+    verdict = verdict_of(runs[0] / "plain", runs[0] / "halved")
+
+    assert verdict["verdict"] == "identical", verdict["first_divergence"]
+    first = verdict["tainted"]["from"]
+    assert (first["step"], first["role"]) == (0, "grad")
+    assert any("into other micro-batches" in note for note in verdict["notes"])
+
+
+def test_other_micro_batches_in_another_layout_are_identical_but_for_rounding(runs):
+    verdict = verdict_on(runs, "plain", "halved")
+
+    assert verdict["verdict"] == "identical", verdict["first_divergence"]
+    assert verdict["tainted"]["boundaries"] > 20
+
+
+def test_other_weights_are_no_rounding_and_no_later_step_is_taken_for_the_first(runs):
+    verdict = verdict_on(runs, "plain", "longer")
+
+    first = verdict["first_divergence"]
+    assert (first["step"], first["phase"], first["role"], first["kind"]) == (
+        0, "start", "param", "init",
+    )  # fmt: skip
+    assert verdict["tainted"] is None
 
 
 def test_the_report_says_where_the_region_begins_and_how_far_it_goes(runs):

@@ -16,7 +16,8 @@ from upguard_plugin.compare.causes import cause_of, structure_of
 from upguard_plugin.compare.crew import Crew
 from upguard_plugin.compare.describe import event_ref
 from upguard_plugin.compare.facts import RankFacts
-from upguard_plugin.compare.layouts.logical import LogicalPair
+from upguard_plugin.compare.layouts.logical import LOGICAL_RANK, LogicalPair
+from upguard_plugin.compare.layouts.regrouped import micro_batches_differ
 from upguard_plugin.compare.layouts.taint import NO_SKETCHES
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
 from upguard_plugin.compare.obstacles import (
@@ -35,7 +36,7 @@ from upguard_plugin.compare.ranks import Ask, Origin, origins_of, structures_of
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request, Settings
 from upguard_plugin.compare.selection import Selection
-from upguard_plugin.compare.steps import as_it_is
+from upguard_plugin.compare.steps import RankSteps, as_it_is, steps_behind
 from upguard_plugin.compare.survey import surveyed
 from upguard_plugin.compare.team import Alone, Team
 from upguard_plugin.errors import UsageError
@@ -96,7 +97,8 @@ def compare_runs(
         coverage = _coverage(baseline, target, (), skipped)
         return _verdict(baseline, target, "incomparable", [refused], _NOTHING, coverage)
     refuse_other_runs(baseline, repeats)
-    if not layouts_differ(baseline, target):
+    regrouped = team.share(lambda: [] if team.index else [micro_batches_differ(baseline, target)])
+    if not layouts_differ(baseline, target) and not regrouped[0]:
         return _compare(baseline, target, question, team)
 
     def compare_alone() -> list[Verdict]:
@@ -117,7 +119,10 @@ def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict
             "--noise cannot be used across layouts: a repeat says nothing of the target's layout"
         )
     pair = LogicalPair(baseline, target)
-    verdict = _compare(*pair.views(), question, Alone(), pair)
+    views = pair.views()
+    lag = steps_behind(*views, LOGICAL_RANK)
+    pair.match(RankSteps(*views, LOGICAL_RANK, lag).partner)
+    verdict = _compare(*views, question, Alone(), pair)
     lost, taint = pair.left_out, pair.taint
     count = verdict.coverage.not_comparable + lost.counts.total()
     return verdict.model_copy(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import isclose
 
-from upguard_plugin.compare.layouts.merge import LogicalEvent, Name
-from upguard_plugin.compare.layouts.units import Place, Units
+from upguard_plugin.compare.layouts.merge import LogicalEvent, Name, num_microbatches
+from upguard_plugin.compare.layouts.units import Units
 from upguard_plugin.trace.batch import NONE
 
 _OTHER_SHARES = "gradients are added up over other micro-batches on each rank"
@@ -27,7 +27,9 @@ def not_alike(baseline: Events, target: Events, units: Units) -> dict[Name, str]
     names = baseline.keys() | target.keys()
     if units.baseline != units.target:
         lost |= {name: _OTHER_SHARES for name in names if name[0][0] == "accumulate"}
-    if _is_scaled(baseline, target, _num_each(units.baseline), _num_each(units.target)):
+    if _is_scaled(
+        baseline, target, num_microbatches(units.baseline), num_microbatches(units.target)
+    ):
         lost |= {name: _OTHER_SCALE for name in names if name[0][0] in ("loss", "backward")}
     if units.same_samples:  # else a batch that has no partner is the divergence
         common = units.common | {NONE}
@@ -40,11 +42,6 @@ def _transposed(baseline: Events, target: Events) -> Iterator[Name]:
         dims = baseline[name].whole.dims, target[name].whole.dims
         if dims[0] != dims[1] and sorted(dims[0]) == sorted(dims[1]):
             yield name
-
-
-def _num_each(units: Mapping[Place, int]) -> int:
-    """How many micro-batches a rank has."""
-    return len({microbatch for _, microbatch in units if microbatch != NONE})
 
 
 def _is_scaled(baseline: Events, target: Events, num_baseline: int, num_target: int) -> bool:

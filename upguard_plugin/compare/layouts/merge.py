@@ -77,9 +77,11 @@ def merge_step(
                 part = Part(rank, row, batch, key, place, sums.behind(row, key))
                 parts.setdefault(name, []).append(part)
     events = {}
+    num_each = num_microbatches(units)
+    summed = (num_each,) if num_each > 1 else ()
     for name, found in parts.items():
         try:
-            events[name] = _merged(name, found, layouts)
+            events[name] = _merged(name, found, layouts, summed)
         except PlacementError as error:
             left_out[name] = error.sentence
     return LogicalStep(events, left_out)
@@ -106,8 +108,18 @@ def _name(key: EventKey, boundary: str, microbatches: tuple[int, int], call: int
     return (phase, boundary, key.role, key.slot, key.moment), microbatch, call
 
 
-def _merged(name: Name, parts: Sequence[Part], layouts: Mapping[int, Layout]) -> LogicalEvent:
-    """Raises PlacementError, with the reason as its sentence, if the parts make no whole."""
+def num_microbatches(units: Mapping[tuple[int, int], int]) -> int:
+    """How many micro-batches each rank has."""
+    return len({microbatch for _, microbatch in units if microbatch != NONE})
+
+
+def _merged(
+    name: Name, parts: Sequence[Part], layouts: Mapping[int, Layout], summed: Sizes
+) -> LogicalEvent:
+    """Raises PlacementError, with the reason as its sentence, if the parts make no whole.
+
+    summed: how many micro-batches a gradient is the sum of, where there are several.
+    """
     (phase, boundary, *_), microbatch, call = name
     parts = _at_its_end(parts)
     first = parts[0]
@@ -119,6 +131,8 @@ def _merged(name: Name, parts: Sequence[Part], layouts: Mapping[int, Layout]) ->
     sums = max((part.sums for part in parts), key=len)
     if whole.num_summands > 1:
         sums = (*sums, whole.num_summands)
+    if key.role in ("grad", "main_grad") and phase in ("grad_sync", "clip"):
+        sums = (*sums, *summed)
     return LogicalEvent(
         key, microbatch, call, whole, _number(first), _order(phase, microbatch, first),
         tuple(sorted({part.rank for part in parts})), sums,
