@@ -19,12 +19,12 @@ import upguard_plugin
 
 HIDDEN, SAMPLES, NUM_STEPS = 16, 4, 2
 PLACEMENTS = {
+    "blocks.*.bias": "h",
     "blocks.*.up.weight": "o[tp] i",
     "blocks.*.down.weight": "o i[tp]",
     "blocks.*.up": {"input": "b h", "output": "b o[tp]"},
     "blocks.*.down": {"input": "b i[tp]", "output": "b o +tp"},
     "blocks.*": {"input": "b h", "output": "b h"},
-    "blocks.*.bias": "h",
     "head.weight": "o i",
     "head": {"input": "b h", "output": "b o"},
     "(root)": {"input": "b h", "output": "b o"},

@@ -28,7 +28,8 @@ def runs(tmp_path_factory):
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
     for job in (PLAIN, *OTHERS):
         train(job, one)
-    train(HALVED, one)
+    for job in (HALVED, replace(PLAIN, name="last bit", fault="last bit")):
+        train(job, one)
     train_on_two(
         [
             PLAIN,
@@ -79,6 +80,20 @@ def test_a_bit_that_differs_before_any_sum_is_no_rounding(runs):
     assert (first["step"], first["boundary"], first["role"]) == (0, "blocks.0.up", "output")
     assert first["distance"]["in_eps"] < 1
     assert verdict["tainted"] is None
+
+
+def test_noise_is_left_out_before_rounding_is_told_from_faults(runs):
+    repeat = str(runs[0] / "last bit")
+    arguments = ["compare", str(runs[0] / "plain"), "--noise", repeat]
+
+    clean = CliRunner().invoke(upguard, [*arguments, str(runs[1] / "last bit")])
+    faulty = CliRunner().invoke(upguard, [*arguments, str(runs[1] / "unreduced")])
+
+    assert clean.exit_code == 0, clean.output
+    assert "noise: from step 0 on a repeat of the baseline differs in blocks.0.up output 0" in (
+        clean.output
+    )
+    assert faulty.output.startswith("DIVERGENT at step 1, ")
 
 
 def test_without_sketches_the_region_is_not_comparable(runs):

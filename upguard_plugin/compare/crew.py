@@ -20,6 +20,7 @@ from upguard_plugin.compare.facts import (
     pairing_of,
     sightings_of,
 )
+from upguard_plugin.compare.noise import Repeat
 from upguard_plugin.compare.obstacles import missing_steps
 from upguard_plugin.compare.pieces import Piece, Progress, scan_pieces, shares_of
 from upguard_plugin.compare.ranks import Origin
@@ -48,7 +49,9 @@ class Crew:
         self._pieces: dict[int, Piece] = {}  # by rank
         self._divergent: dict[int, int] = {}  # rank -> step
 
-    def scan(self, request: Request, noise: Sequence[Run], progress: Progress) -> list[RankFacts]:
+    def scan(
+        self, request: Request, noise: Sequence[Repeat], progress: Progress
+    ) -> list[RankFacts]:
         """Compare all ranks; one answer per rank."""
         team = self._team
         lag = self._lag()

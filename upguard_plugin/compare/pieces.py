@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from upguard_plugin.compare.noise import RankNoise
-from upguard_plugin.compare.run import Run
+from upguard_plugin.compare.noise import RankNoise, Repeat
 from upguard_plugin.compare.scan import RankScan, Request, scan_rank
 from upguard_plugin.compare.steps import RankSteps
 from upguard_plugin.compare.team import Team
@@ -62,11 +61,11 @@ class Piece:
     own: frozenset[int]  # steps of the share
 
     @classmethod
-    def of(cls, share: Share, steps: RankSteps, noise: Sequence[Run], request: Request) -> Piece:
+    def of(cls, share: Share, steps: RankSteps, noise: Sequence[Repeat], request: Request) -> Piece:
         own = share.steps(steps.common)
         before = [s for s in steps.common if own and s < own[0] and request.selection.has_step(s)]
         scan = RankScan(share.rank, steps, deque(own), Memory(is_first=not before))
-        found = RankNoise(steps.runs[0], noise, share.rank, steps.space) if noise else None
+        found = RankNoise(noise, share.rank, steps.space) if noise else None
         return cls(share, scan, found, frozenset(own))
 
 

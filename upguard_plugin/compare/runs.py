@@ -20,6 +20,7 @@ from upguard_plugin.compare.layouts.logical import LOGICAL_RANK, LogicalPair
 from upguard_plugin.compare.layouts.regrouped import micro_batches_differ
 from upguard_plugin.compare.layouts.taint import NO_SKETCHES
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
+from upguard_plugin.compare.noise import Repeat
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
     OTHER_PLACEMENTS,
@@ -99,7 +100,8 @@ def compare_runs(
     refuse_other_runs(baseline, repeats)
     regrouped = team.share(lambda: [] if team.index else [micro_batches_differ(baseline, target)])
     if not layouts_differ(baseline, target) and not regrouped[0]:
-        return _compare(baseline, target, question, team)
+        repeated = [(baseline, repeat) for repeat in question.noise]
+        return _compare(baseline, target, question, team, repeated)
 
     def compare_alone() -> list[Verdict]:
         # A logical tensor is made of the parts of all ranks: they are not divided.
@@ -114,15 +116,10 @@ def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict
         raise UsageError(
             "--ranks cannot be used across layouts: a logical tensor is made of all ranks' parts"
         )
-    if question.noise:
-        raise UsageError(
-            "--noise cannot be used across layouts: a repeat says nothing of the target's layout"
-        )
     pair = LogicalPair(baseline, target)
-    views = pair.views()
-    lag = steps_behind(*views, LOGICAL_RANK)
-    pair.match(RankSteps(*views, LOGICAL_RANK, lag).partner)
-    verdict = _compare(*views, question, Alone(), pair)
+    views = _matched(pair)
+    repeats = [_matched(LogicalPair(baseline, repeat)) for repeat in question.noise]
+    verdict = _compare(*views, question, Alone(), repeats, pair)
     lost, taint = pair.left_out, pair.taint
     count = verdict.coverage.not_comparable + lost.counts.total()
     return verdict.model_copy(
@@ -135,16 +132,25 @@ def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict
                     "ranks": max(len(baseline.ranks), len(target.ranks)),
                 }
             ),
-            "tainted": _tainted(pair, verdict.coverage.tainted),
+            "tainted": _tainted(pair, verdict),
             "notes": [*verdict.notes, *taint.notes(), *lost.notes()],
         }
     )
 
 
-def _tainted(pair: LogicalPair, num_events: int) -> Tainted | None:
-    """The region in which sums were taken in another order, if there is one."""
+def _matched(pair: LogicalPair) -> Repeat:
+    """Both runs of the pair as runs of one rank, step by step."""
+    views = pair.views()
+    lag = steps_behind(*views, LOGICAL_RANK)
+    pair.match(RankSteps(*views, LOGICAL_RANK, lag).partner)
+    return views
+
+
+def _tainted(pair: LogicalPair, verdict: Verdict) -> Tainted | None:
+    """The region in which sums were taken in another order, if one begins before a divergence."""
     origin, farthest = pair.taint.origin, pair.taint.farthest
-    if origin is None:
+    num_events = verdict.coverage.tainted
+    if origin is None or (verdict.verdict == "divergent" and not num_events):
         return None
     batch = pair.read(0, origin.step)
     found = {
@@ -156,7 +162,12 @@ def _tainted(pair: LogicalPair, num_events: int) -> Tainted | None:
 
 
 def _compare(
-    baseline: Run, target: Run, question: _Question, team: Team, pair: LogicalPair | None = None
+    baseline: Run,
+    target: Run,
+    question: _Question,
+    team: Team,
+    repeats: Sequence[Repeat],
+    pair: LogicalPair | None = None,
 ) -> Verdict:
     """pair: across layouts, what the two runs are views of."""
     selection = question.selection
@@ -164,7 +175,7 @@ def _compare(
     request = Request(selection, Settings.of(baseline, target), question.verify)
     judge = as_it_is if pair is None else pair.taint.judged
     crew = Crew(baseline, target, ranks, team, judge)
-    facts = crew.scan(request, question.noise, question.progress)
+    facts = crew.scan(request, repeats, question.progress)
     one_program = question.same_program or is_same_program(baseline, target)
     notes = differences_of_runs(baseline, target) + rank_notes(facts)
     notes += left_out_notes(facts, selection)

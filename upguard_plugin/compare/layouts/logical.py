@@ -99,10 +99,12 @@ class LogicalPair:
         return steps
 
     def _merge(self, steps: _Steps, verify: bool) -> tuple[EventBatch, EventBatch]:
-        batches = [
+        batches: list[dict[int, EventBatch]] = [
             {} if step is None else {r: run.read(r, step, verify=verify) for r in run.ranks}
             for run, step in zip(self._runs, steps, strict=True)
         ]
+        if None in steps:  # it is only asked which weights it begins with
+            batches = [{r: _weights_at_start(b) for r, b in side.items()} for side in batches]
         indexes = [{r: dp_index(layout) for r, layout in side.items()} for side in self._layouts]
         units = Units(batches[0], batches[1], (indexes[0], indexes[1]))
         merged = [
@@ -193,6 +195,17 @@ class LogicalRun:
         reason = next((end.reason for end in ends if not end.complete), "")
         notes = dict.fromkeys(note for end in ends for note in end.notes)
         return RankEnd(all(end.complete for end in ends), reason, tuple(notes))
+
+
+def _weights_at_start(batch: EventBatch) -> EventBatch:
+    wanted = [
+        number
+        for number, key in enumerate(batch.keys)
+        if key.phase == "start" and key.role == "param"
+    ]
+    rows = np.flatnonzero(np.isin(batch.key, wanted))
+    columns = {name: getattr(batch, name)[rows] for name in ("key", "seq", "microbatch", "call")}
+    return EventBatch(step=batch.step, keys=batch.keys, h=batch.h[rows], s=batch.s[rows], **columns)
 
 
 def _sketches(events: Sequence[LogicalEvent]) -> Floats | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import isnan
 
 from upguard_plugin.compare.keys import is_collective, is_operator
@@ -124,10 +125,7 @@ def _merged(
     parts = _at_its_end(parts)
     first = parts[0]
     whole = whole_of(parts, layouts)
-    key = replace(
-        first.key, phase=phase, boundary=boundary, shape=whole.shape,
-        placement=None, group=None, op=None,
-    )  # fmt: skip
+    key = _logical_key(first.key, phase, boundary, whole.shape)
     sums = max((part.sums for part in parts), key=len)
     if whole.num_summands > 1:
         sums = (*sums, whole.num_summands)
@@ -137,6 +135,13 @@ def _merged(
         key, microbatch, call, whole, _number(first), _order(phase, microbatch, first),
         tuple(sorted({part.rank for part in parts})), sums,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 16)
+def _logical_key(key: EventKey, phase: str, boundary: str, shape: tuple[int, ...]) -> EventKey:
+    return replace(
+        key, phase=phase, boundary=boundary, shape=shape, placement=None, group=None, op=None
+    )
 
 
 def _at_its_end(parts: Sequence[Part]) -> Sequence[Part]:
