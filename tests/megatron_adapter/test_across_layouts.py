@@ -25,17 +25,30 @@ ONE = {
 ONE |= {f"gated-{dtype}": replace(GATED, dtype=dtype) for dtype in ("fp32", "bf16")}
 ONE["deep-fp32"] = replace(PLAIN, layers=4)
 ONE["long-fp32"] = replace(PLAIN, num_microbatches=4)
+FOUR = replace(PLAIN, num_microbatches=4)
+ONE |= {
+    "sharded-fp32": FOUR,
+    "experts": replace(FOUR, experts=4),
+    "tied": replace(PLAIN, untied=False),
+    "fp16": replace(PLAIN, dtype="fp16"),
+    "recomputed": replace(PLAIN, recompute=True),
+    "clipped": replace(FOUR, clip=0.01),
+}
 LAYOUTS = {
+    "zero2": {"distributed": True},
+    "ep2": {"ep": 2},
     "tp2": {"tp": 2},
     "sp2": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
     "vpp2": {"pp": 2, "vpp": 2},
     "tp2pp2": {"tp": 2, "pp": 2},
-    "dp2": {},  # half of the micro-batches on each rank
+    "dp2": {},  # as the two above: half of the micro-batches on each rank
 }
-SUMMED = [f"tp2-{name}" for name in ONE] + ["sp2-fp32-1", "sp2-bf16-1", "dp2-long-fp32"]
+OFTEN = [name for name in ONE if name not in ("experts", "sharded-fp32")]
+SUMMED = [f"tp2-{name}" for name in OFTEN] + ["sp2-fp32-1", "sp2-bf16-1", "dp2-long-fp32"]
+SUMMED += ["zero2-sharded-fp32", "ep2-experts", "pp2-tied", "pp2-clipped"]
 SUMMED += ["tp2pp2-fp32-0", "tp2pp2-bf16-0"]
-STAGED = [f"pp2-{name}" for name in ONE] + ["vpp2-deep-fp32"]
+STAGED = [f"pp2-{name}" for name in OFTEN if name not in ("tied", "clipped")] + ["vpp2-deep-fp32"]
 SHORT = ("tp2-fp32-0", "tp2-bf16-0", "pp2-fp32-0", "tp2-loaded", "pp2-loaded")
 
 # Fault -> where it must be found: boundary, phase, role, kind.
@@ -59,7 +72,7 @@ def job_of(name: str, folder) -> Job:
         return replace(ONE[f"gated-{rest}"], name=name, tp=2, fault=first)
     base = ONE.get(rest, GATED)
     load = str(folder / "checkpoint") if rest == "loaded" else ""
-    if first == "dp2":
+    if first in ("dp2", "zero2", "ep2"):
         base = replace(base, num_microbatches=base.num_microbatches // 2)
     return replace(base, name=name, load=load, **LAYOUTS[first])
 
@@ -110,8 +123,12 @@ def test_sums_in_another_order_are_rounding(runs, name):
 
     assert verdict["verdict"] == "identical", verdict["first_divergence"]
     place = tuple(verdict["tainted"]["from"][key] for key in ("step", "boundary", "role"))
-    if name.startswith("dp2"):
+    if name.startswith(("dp2", "zero2", "ep2")):
         assert place[::2] == (0, "main_grad")  # summed over micro-batches in another order
+    elif name.startswith("pp2"):
+        assert place[1] == {"pp2-clipped": "grad_norm"}.get(
+            name, "embedding.word_embeddings.weight"
+        )
     else:  # all before it is equal: weights, data, embeddings, the first column-parallel layer
         assert place == (0, "decoder.layers.0.self_attention.linear_proj", "output")
     assert verdict["coverage"]["tainted"] == verdict["tainted"]["boundaries"] > 200
@@ -134,7 +151,7 @@ def test_stages_compute_what_one_rank_computes(runs, name):
 
 
 @pytest.mark.parametrize(
-    "name", marked([f"{layout}-loaded" for layout in LAYOUTS if layout != "vpp2"])
+    "name", marked([f"{layout}-loaded" for layout in LAYOUTS if layout not in ("vpp2", "ep2")])
 )
 def test_one_checkpoint_gives_every_layout_the_same_weights_and_data(runs, name):
     folders = pair_of(runs, name)

@@ -6,6 +6,7 @@ Out: the names that are not compared, each with its reason.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from math import isclose
 
@@ -16,14 +17,24 @@ from upguard_plugin.trace.batch import NONE
 _OTHER_SHARES = "gradients are added up over other micro-batches on each rank"
 _OTHER_GROUPS = "the runs put the same samples into other micro-batches"
 _OTHER_SCALE = "each run divides the loss of a micro-batch by its own number of micro-batches"
+_OTHER_COPIES = "the layouts keep other copies of weights and gradients"
+_OTHER_OPTIMIZERS = "the layouts divide the parameters into other optimizers"
 _OTHER_DIMS = "the layouts hold the dims in another order"
 
+_OF_OPTIMIZER = re.compile(r"optimizer\d*\.")
+
 Events = Mapping[Name, LogicalEvent]
+Reason = tuple[Name, str]
 
 
-def not_alike(baseline: Events, target: Events, units: Units) -> dict[Name, str]:
-    """Why events are not compared, by name."""
-    lost = dict.fromkeys(_transposed(baseline, target), _OTHER_DIMS)
+def not_alike(
+    baseline: Events, target: Events, left_out: Mapping[Name, str], units: Units
+) -> dict[Name, str]:
+    """Why events are not compared, by name. left_out: what could not be merged on a side."""
+    lost = dict(_one_sided(baseline, target, left_out)) | dict(
+        _one_sided(target, baseline, left_out)
+    )
+    lost |= dict.fromkeys(_transposed(baseline, target), _OTHER_DIMS)
     names = baseline.keys() | target.keys()
     if units.baseline != units.target:
         lost |= {name: _OTHER_SHARES for name in names if name[0][0] == "accumulate"}
@@ -35,6 +46,24 @@ def not_alike(baseline: Events, target: Events, units: Units) -> dict[Name, str]
         common = units.common | {NONE}
         lost |= {name: _OTHER_GROUPS for name in names if name[1] not in common}
     return lost
+
+
+def _one_sided(mine: Events, other: Events, left_out: Mapping[Name, str]) -> Iterator[Reason]:
+    """What one side has alone because of its layout; anything else alone is a finding."""
+    reasons = {name[0]: reason for name, reason in left_out.items()}
+    calls = {name[0][1]: reason for name, reason in left_out.items()}
+    gradients = {name[0][1] for name in other if name[0][2] == "main_grad"}
+    for name in mine.keys() - other.keys():
+        phase, boundary, role, slot, _ = name[0]
+        is_gradient = role == "grad" and phase in ("grad_sync", "clip") and boundary in gradients
+        if name[0] in reasons:
+            yield name, reasons[name[0]]  # of other micro-batches, where other ranks had it
+        elif mine[name].key.dtype == "none" and boundary in calls:
+            yield name, calls[boundary]
+        elif role == "master" or (role, slot) == ("param", "tied") or is_gradient:
+            yield name, _OTHER_COPIES
+        elif role == "scalar" and _OF_OPTIMIZER.match(boundary):
+            yield name, _OTHER_OPTIMIZERS
 
 
 def _transposed(baseline: Events, target: Events) -> Iterator[Name]:

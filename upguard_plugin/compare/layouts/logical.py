@@ -112,7 +112,7 @@ class LogicalPair:
             merge_step(batches[1], self._layouts[1], units.target),
         ]
         lost = dict(merged[0].left_out) | dict(merged[1].left_out)
-        lost |= not_alike(merged[0].events, merged[1].events, units)
+        lost |= not_alike(merged[0].events, merged[1].events, lost, units)
         if None not in steps and steps not in self._counted:  # else it is merged once more
             self.left_out.add(lost)
             self._counted.add(steps)
