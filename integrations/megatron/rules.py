@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HIDDEN = "{S} {B} h"
+ROTARY = "{C} x y d"  # angles of the positions, the same for all samples and heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,13 @@ class Activations:
 
 def _column_parallel(name: str, module: Any) -> Activations:
     sequence = "{S}" if getattr(module, "sequence_parallel", False) else "{C}"
-    out = "o" if getattr(module, "gather_output", False) else "o[tp]"
+    is_gated = getattr(getattr(module, "config", None), "gated_linear_unit", False)
+    halves = is_gated and name.rpartition(".")[2] == "linear_fc1"  # gate and up, each split
+    part = "(2 f[tp])" if halves else "o[tp]"
+    out = "o" if getattr(module, "gather_output", False) else part
     taken = f"{sequence} {{B}} i"
     # The second part is the bias, where adding it is left to the caller.
-    return Activations({"input_": taken, "x": taken}, (f"{{C}} {{B}} {out}", "o[tp]"))
+    return Activations({"input_": taken, "x": taken}, (f"{{C}} {{B}} {out}", part))
 
 
 def _row_parallel(name: str, module: Any) -> Activations:
@@ -89,7 +93,12 @@ def _identity(name: str, module: Any) -> Activations:
 
 
 def _hidden_to_hidden(name: str, module: Any) -> Activations:
-    return Activations({"hidden_states": HIDDEN}, (HIDDEN, "h"))  # the second part is a bias
+    taken = {"hidden_states": HIDDEN, "rotary_pos_emb": ROTARY}
+    return Activations(taken, (HIDDEN, "h"))  # the second part is a bias
+
+
+def _rotary(name: str, module: Any) -> Activations:
+    return Activations({}, (ROTARY,))
 
 
 def _model(name: str, module: Any) -> Activations:
@@ -110,6 +119,7 @@ RULES: dict[str, Callable[[str, Any], Activations]] = {
     "RMSNorm": _norm,
     "FusedLayerNorm": _norm,
     "L2Norm": _norm,
+    "RotaryEmbedding": _rotary,
     "DotProductAttention": _attention_core,
     "TEDotProductAttention": _attention_core,
     "FusedScaleMaskSoftmax": _scores,

@@ -44,6 +44,11 @@ class Job:
     layers: int = 4
     num_steps: int = 2
     num_microbatches: int = 4
+    dropout: bool = True  # in bf16
+    seed: int = 0  # of weights and data
+    sketch: bool = False
+    save: str = ""  # folder of a checkpoint to write the first weights to
+    load: str = ""  # and to read them from
 
 
 def train(jobs: Sequence[Job], folder: Path, num_ranks: int = 2) -> dict[str, list[dict]]:

@@ -105,6 +105,7 @@ def train_step(trainer: Trainer, step: int, forward_only: bool = False) -> Any:
 
 def _config(job: Job) -> TransformerConfig:
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.dtype, torch.float32)
+    dropout = 0.1 if job.dtype == "bf16" and job.dropout else 0.0
     recompute: dict[str, Any] = {}
     if job.recompute:
         recompute = {
@@ -132,8 +133,8 @@ def _config(job: Job) -> TransformerConfig:
         expert_model_parallel_size=job.ep,
         expert_tensor_parallel_size=job.etp,
         sequence_parallel=job.sequence_parallel,
-        hidden_dropout=0.1 if job.dtype == "bf16" else 0.0,
-        attention_dropout=0.1 if job.dtype == "bf16" else 0.0,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
         bf16=job.dtype == "bf16",
         fp16=job.dtype == "fp16",
         params_dtype=half,
@@ -238,6 +239,8 @@ def _fill(job: Job, gpt: GPTModel) -> None:
         key = whole_name(gpt, name)
         if key == "output_layer.weight" and not job.untied:
             key = "embedding.word_embeddings.weight"
+        if job.seed:
+            key = f"{job.seed} {key}"
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big")
         full = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
         part = full if dim is None else cut(full, dim, size, index, is_gated(name, job))
@@ -250,7 +253,7 @@ def _batches(job: Job, step: int) -> Any:
     replica = parallel_state.get_data_parallel_rank()
     for k in range(job.num_microbatches):
         seed = (step * job.num_microbatches + k) * replicas + replica
-        generator = torch.Generator().manual_seed(1000 + seed)
+        generator = torch.Generator().manual_seed(1000 * (1 + job.seed) + seed)
         yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
 
 

@@ -21,23 +21,34 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     """Train as the job says; every rank calls it."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from tests.megatron_adapter.checkpoints import load_weights, save_weights
     from tests.megatron_adapter.faults import FAULTS
     from tests.megatron_adapter.gathered import gather
+    from tests.megatron_adapter.layout_faults import LAYOUT_FAULTS
     from tests.megatron_adapter.model import build, train_step
     from upguard_plugin.integrations.megatron import attach
 
     trainer = build(job)
+    if job.save:
+        save_weights(trainer, Path(job.save))
+    if job.load:
+        load_weights(trainer, Path(job.load))
+    faults = {**FAULTS, **LAYOUT_FAULTS}
     guard = None
     if job.level is not None:
-        settings = {"output_dir": str(folder / "runs" / job.name), "level": job.level}
+        settings: dict[str, Any] = {
+            "output_dir": str(folder / "runs" / job.name),
+            "level": job.level,
+        }
         settings["program"] = job.program or job.fault or "plain"
+        settings["sketch"] = job.sketch
         groups = None
         if job.explicit_groups:
             groups = ProcessGroupCollection.use_mpu_process_groups()
         guard = attach(trainer.chunks, trainer.optimizer, settings, pg_collection=groups)
     said: dict[str, Any] = {"steps": []}
     for step in range(job.num_steps):
-        undo = FAULTS[job.fault](trainer) if job.fault and step == FAULT_STEP else None
+        undo = faults[job.fault](trainer) if job.fault and step == FAULT_STEP else None
         if job.evaluate:
             evaluate(trainer, step)
         success, norm, _ = train_step(trainer, step)
