@@ -162,6 +162,21 @@ def collective(kind: str, folder: str, fault: bool) -> None:
         guard.step()
 
 
+def left_alone(folder: str, fault: bool) -> None:
+    """Rank 0 calls a collective at the end of a step that rank 1 never calls while it records."""
+    with recording(nn.Linear(2, 2), None, folder, {}) as guard:
+        guard.begin_step_if_needed()
+        dist.all_reduce(torch.ones(3))
+        work = None
+        if dist.get_rank() == 0 or not fault:
+            work = dist.all_reduce(torch.ones(4), async_op=True)
+        if not fault:
+            work.wait()
+        guard.step()
+    if fault:  # the ranks go on together
+        (work or dist.all_reduce(torch.ones(4), async_op=True)).wait()
+
+
 def lost_in_the_sum(dtype: torch.dtype, folder: str, fault: bool) -> None:
     """An averaging all_reduce and a reduce_scatter in which rank 1's part counts for nothing."""
     values = torch.randn(999 * 2, generator=torch.Generator().manual_seed(dist.get_rank())).to(

@@ -79,6 +79,24 @@ def test_a_collective_that_goes_wrong_is_found(
     assert clean["broken"] == [] and clean["checked"][invariant] > 0
 
 
+def test_a_collective_that_one_rank_never_calls_is_reported(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(checked.left_alone, str(tmp_path / "wrong"), True)
+    two_ranks.run(checked.left_alone, str(tmp_path / "right"), False)
+
+    broken = check(tmp_path / "wrong")["broken"]
+
+    assert [(one["invariant"], one["ranks"], one["explanation"]) for one in broken] == [
+        (
+            "collectives-match",
+            [0, 1],
+            "All_reduce sum is number 1 of group world on rank 0, but rank 1 never called it.",
+        )
+    ]
+    assert check(tmp_path / "right")["broken"] == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_part_that_is_lost_in_a_sum_is_found(
     two_ranks: Ranks, tmp_path: Path, dtype: torch.dtype
