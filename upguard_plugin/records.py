@@ -48,6 +48,10 @@ ROLES = (
 )
 MOMENTS = ("before", "after", "launch", "completion")
 LEVELS = ("stage", "module", "op")
+# What a checkpoint holds is recorded at this boundary, each value at its path in it. The first
+# event of a file, of the state of the run, and of a `load_state_dict` has one of these slots.
+CHECKPOINT = "checkpoint"
+OF_FILE, OF_STATE, OF_RESTORE = "(file)", "(state)", "(load_state_dict)"
 KINDS = (
     "data",
     "rng",

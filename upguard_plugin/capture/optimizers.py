@@ -61,7 +61,7 @@ class OptimizerProbe:
         self._on_update = on_update
         given = [_innermost(optimizer) for optimizer in guard.optimizers]
         numbers = [""] if len(given) == 1 else [str(i) for i in range(len(given))]
-        self._watched = [
+        self.watched = [
             Watched(f"optimizer{number}", optimizer)
             for number, optimizer in zip(numbers, given, strict=True)
         ]
@@ -83,7 +83,7 @@ class OptimizerProbe:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        for watched in self._watched:
+        for watched in self.watched:
             optimizer = watched.optimizer
             if not hasattr(optimizer, "param_groups"):
                 kind = type(optimizer).__name__
@@ -104,7 +104,7 @@ class OptimizerProbe:
         """Record masters, states, hyper-parameters and group membership as they are found."""
         self._depth = 0  # a step that raised has never ended
         self._name_masters()
-        for watched in self._watched:
+        for watched in self.watched:
             groups = self.groups_at_rest(watched.optimizer)
             held = [parameter for _, parameters in groups for parameter in parameters]
             owned, masters = self._split(held)
@@ -150,19 +150,19 @@ class OptimizerProbe:
         self._on_update([part.name for part in owned])
 
     def _find(self, optimizer: Any) -> Watched | None:
-        for watched in self._watched:
+        for watched in self.watched:
             if watched.optimizer is optimizer:
                 return watched
         owned = (self._guard.names.of(p) for p in _parameters_of(optimizer))
         if self._depth > 0 or not any(owned):
             return None
-        number = len(self._watched) or ""
-        self._watched.append(Watched(f"optimizer{number}", optimizer))
+        number = len(self.watched) or ""
+        self.watched.append(Watched(f"optimizer{number}", optimizer))
         self.recorder.note(
             f"{type(optimizer).__name__} was not given to enable: its state is recorded from its"
             " first step on"
         )
-        return self._watched[-1]
+        return self.watched[-1]
 
     def _stepping(self, optimizer: Any) -> list[tuple[int, Mapping[str, Any]]]:
         """The groups that a step is about to update, each with its place among all."""
@@ -178,7 +178,7 @@ class OptimizerProbe:
         others = []
         states = getattr(optimizer, "state", {})
         for part in owned + masters:
-            for slot, value in _leaves(states.get(part.held)):
+            for slot, value in leaves_of(states.get(part.held)):
                 if isinstance(value, Tensor):
                     by_slot.setdefault(slot, []).append((part.name, part.of(value)))
                 else:
@@ -249,7 +249,7 @@ class OptimizerProbe:
         names = self._guard.names
         foreign: dict[int, Tensor] = {}
         owned: set[str] = set()
-        for watched in self._watched:
+        for watched in self.watched:
             for parameter in _parameters_of(watched.optimizer):
                 name = names.of(parameter)
                 if name is not None:
@@ -286,7 +286,7 @@ def match_masters(masters: Sequence[Tensor], parameters: Sequence[NamedParameter
     return [f"master{i}" for i in range(len(masters))]
 
 
-def _leaves(state: Any) -> list[tuple[str, Any]]:
+def leaves_of(state: Any) -> list[tuple[str, Any]]:
     """(slot, tensor or value) of a parameter's state, however it is nested."""
     return [leaf for key, value in (state or {}).items() for leaf in tensors_in(value, str(key))]
 

@@ -70,16 +70,23 @@ class StateProbe:
         parameters = list(names.parameters.items())
         self.gradients.watch(parameters)
         with Snapshot(self._guard, "start") as now:
-            now.tensors("param", "value", self._parts_at_rest(parameters))
-            now.tensors("param", "tied", names.tied)
-            now.tensors("buffer", "value", names.buffers.items())
-            self.optimizers.record_start(now)
-            self.clipping.record_start(now)
-            for source in self.sources:
-                source(now)
-            for boundary, state in read_generators(names.modules, self.generators):
-                now.value(boundary, "rng", "state", state)
+            self.record_all(now)
             self.gradients.record_start(now, parameters)
+
+    def record_all(self, now: Snapshot, *, optimizers: bool = True) -> None:
+        """Record all state but gradients. optimizers: False: parameters and buffers only."""
+        names = self._guard.names
+        now.tensors("param", "value", self._parts_at_rest(list(names.parameters.items())))
+        now.tensors("param", "tied", names.tied)
+        now.tensors("buffer", "value", names.buffers.items())
+        if not optimizers:
+            return
+        self.optimizers.record_start(now)
+        self.clipping.record_start(now)
+        for source in self.sources:
+            source(now)
+        for boundary, state in read_generators(names.modules, self.generators):
+            now.value(boundary, "rng", "state", state)
 
     @shielded
     def record_end(self) -> None:

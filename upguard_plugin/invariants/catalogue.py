@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from upguard_plugin.invariants.buffers import InputsUnchanged
+from upguard_plugin.invariants.checkpoints import SavedIsLoaded
 from upguard_plugin.invariants.conservation import AloneUnchanged, DataConserved, SumsConserved
 from upguard_plugin.invariants.copies import MastersRound, TiedAgree
 from upguard_plugin.invariants.findings import Invariant
@@ -35,6 +36,7 @@ def every_invariant() -> list[Invariant]:
         WeightsMove(),
         EvalLeavesWeights(),
         FrozenStay(),
+        SavedIsLoaded(),
         MastersRound(),
         TiedAgree(),
         BatchesDiffer(),

@@ -138,6 +138,7 @@ class Invariant:
 
     name: str
     needs_one_rank: bool = False  # a rank can check it alone, while it trains
+    remembers: bool = False  # it compares steps with earlier ones: it must see all of them
 
     def look(self, step: StepEvents, found: Findings) -> None:
         """Check one step of all ranks."""

@@ -22,6 +22,10 @@ def _is_weight(key: EventKey) -> bool:
     return key.role == "param" and key.slot == "value"
 
 
+def _is_loaded(key: EventKey) -> bool:
+    return _is_weight(key) and key.phase == "checkpoint" and key.operator == "load"
+
+
 @dataclass(frozen=True, slots=True)
 class _Value:
     """A weight as it was seen last."""
@@ -58,7 +62,7 @@ class WeightsInUse(Invariant):
                     reason = "weights were gathered from other ranks in between"
                 elif key.phase == "start":
                     known[key.boundary] = _value(events, row)
-                elif key.phase == "optimizer":
+                elif key.phase == "optimizer" or _is_loaded(key):
                     known.pop(key.boundary, None)
                 elif key.phase in _USES and key.boundary in known:
                     self._judge(step, events, (known.pop(key.boundary), row), reason, found)
@@ -111,6 +115,8 @@ class EvalLeavesWeights(Invariant):
 
     def look(self, step: StepEvents, found: Findings) -> None:
         for events in step:
+            loads = events.rows(_is_loaded)
+            self._forget(events, loads)
             rows = events.rows(_tells_of_eval)
             evaluations = [row for row in rows if events.key(row).phase == "eval"]
             updates = [row for row in rows if events.key(row).phase == "optimizer"]
@@ -120,8 +126,14 @@ class EvalLeavesWeights(Invariant):
                     self._judge(step, events, row, found)
             for row in updates:
                 self._updated[events.rank, events.key(row).boundary] = _value(events, row)
+            self._forget(events, [row for row in loads if updates and row > updates[-1]])
             if updates and evaluations and updates[0] < evaluations[-1]:
                 self._evaluated[events.rank] = step.step
+
+    def _forget(self, events: RankEvents, loads: list[int]) -> None:
+        """What a load has replaced says nothing of what comes after it."""
+        for row in loads:
+            self._updated.pop((events.rank, events.key(row).boundary), None)
 
     def finish(self, found: Findings) -> None:
         for name, change in self._changed.items():
@@ -165,7 +177,8 @@ class FrozenStay(Invariant):
 
     def look(self, step: StepEvents, found: Findings) -> None:
         for events in step:
-            reached = {events.key(row).boundary for row in events.rows(_reaches)}
+            loaded = {events.key(row).boundary for row in events.rows(_is_loaded)}
+            reached = {events.key(row).boundary for row in events.rows(_reaches)} | loaded
             for row in events.rows(_is_found):
                 key = events.key(row)
                 name = (events.rank, key.boundary)
