@@ -79,6 +79,20 @@ def test_a_collective_that_goes_wrong_is_found(
     assert clean["broken"] == [] and clean["checked"][invariant] > 0
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_distributed_checkpoint_that_is_read_wrong_is_found(
+    two_ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "wrong"), True)
+    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "right"), False)
+
+    first, clean = check(tmp_path / "wrong")["broken"][0], check(tmp_path / "right")
+
+    assert fields(first) == ("saved-is-loaded", 2, "checkpoint", "checkpoint", "output", [1])
+    assert first["slot"] == "m.0.weight"
+    assert clean["broken"] == [] and clean["checked"]["saved-is-loaded"] > 40
+
+
 def test_a_collective_that_one_rank_never_calls_is_reported(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,7 +28,7 @@ from upguard_plugin.capture.snapshot import Snapshot, readable
 from upguard_plugin.capture.tensors import MAX_DEPTH, tensors_in
 from upguard_plugin.capture.wraps import wrap
 from upguard_plugin.fingerprint.dtensors import placement_of
-from upguard_plugin.records import CHECKPOINT, OF_FILE, OF_STATE
+from upguard_plugin.records import CHECKPOINT, OF_FILE, OF_FOLDER, OF_STATE
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
@@ -75,11 +76,18 @@ class CheckpointProbe:
         is_here = threading.get_ident() == self._thread
         return self.recorder.active and is_here and CheckpointProbe._attached is self
 
+    def paused(self) -> AbstractContextManager[None]:
+        """For the time in which a library writes or reads: nothing of that is recorded."""
+        return paused(self.recorder)
+
     @shielded
-    def record_file(self, operator: str, path: str, content: Any) -> None:
+    def record_file(
+        self, operator: str, path: str, content: Any, *, is_folder: bool = False
+    ) -> None:
         """Record what has been saved or loaded, if a model or an optimizer has a part in it.
 
-        operator: "save" or "load". path: tells this checkpoint from others of the run.
+        operator: "save" or "load". path: tells this checkpoint from others of the run. is_folder:
+        all ranks write into it together.
         """
         if not self.recorder.active or not self._is_checkpoint(content):
             return
@@ -88,7 +96,7 @@ class CheckpointProbe:
             self.record_state(operator, path)
         call = self._guard.position.next_call(f"{CHECKPOINT} {operator}")
         with Snapshot(self._guard, "checkpoint", operator=operator, call=call) as now:
-            now.value(CHECKPOINT, "output", OF_FILE, path)
+            now.value(CHECKPOINT, "output", OF_FOLDER if is_folder else OF_FILE, path)
             for slot, leaf in content_of(content):
                 if isinstance(leaf, Tensor):
                     self._record_tensor(slot, leaf, operator, call)
@@ -96,25 +104,31 @@ class CheckpointProbe:
                     now.value(CHECKPOINT, "output", slot, leaf)
 
     @shielded
-    def record_state(self, operator: str, path: str, *, optimizers: bool = True) -> None:
-        """Record all state of the run, as it has been saved or as a load has left it.
+    def record_state(
+        self, operator: str, path: str, *, optimizers: bool = True, generators: bool = True
+    ) -> None:
+        """Record the state of the run, as it has been saved or as a load has left it.
 
-        A load that is recorded here promises to restore all of it: an adapter calls this for
-        checkpoints that hold everything. optimizers: False: of parameters and buffers only.
+        A load that is recorded here promises to restore it: an adapter calls this for checkpoints
+        that hold everything. optimizers, generators: False: they are not in it.
         """
         if not self.recorder.active:
             return
-        position = self._guard.position
+        states, position = self._guard.states, self._guard.position
         call = position.next_call(f"{CHECKPOINT} state {operator}")
+        chosen = (True, optimizers, generators)
+        records = (states.record_weights, states.record_optimizers, states.record_generators)
+        self._guard.names.refresh()
         with Snapshot(self._guard, "checkpoint", operator=operator, call=call) as now:
-            now.value(CHECKPOINT, "output", OF_STATE, path)
-            self._guard.names.refresh()
-            self._guard.states.record_all(now, optimizers=optimizers)
+            for part, is_chosen, record in zip(OF_STATE, chosen, records, strict=True):
+                if is_chosen:
+                    now.value(CHECKPOINT, "output", part, path)
+                    record(now)
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.watches():
             return original(*args, **kwargs)
-        with paused(self.recorder):
+        with self.paused():
             result = original(*args, **kwargs)
         given = dict(zip(("obj", "f"), args, strict=False)) | kwargs
         self.record_file("save", path_of(given.get("f")), given.get("obj"))
@@ -123,7 +137,7 @@ class CheckpointProbe:
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.watches():
             return original(*args, **kwargs)
-        with paused(self.recorder):
+        with self.paused():
             result = original(*args, **kwargs)
         self.record_file("load", path_of(args[0] if args else kwargs.get("f")), result)
         return result

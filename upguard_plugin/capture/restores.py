@@ -103,11 +103,11 @@ class RestoreProbe:
         ):
             for key, live in tensors:
                 name, value = names.of(live), given.get(key)
-                if name is None or key.startswith(closed) or not _fits(value, live):
+                if name is None or key.startswith(closed) or not isinstance(value, Tensor):
                     continue
-                dtype = value.dtype if assign else live.dtype
-                now = _Found(module, key)
-                items.append(_Item(name, role, "value", _in_dtype(value, dtype), now))
+                if _fits(value, live):
+                    value = value if assign else _in_dtype(value, live.dtype)
+                    items.append(_Item(name, role, "value", value, _Found(module, key)))
         return items
 
     @shielded
@@ -120,14 +120,14 @@ class RestoreProbe:
         items = []
         for number, (theirs, ours) in enumerate(groups):
             for key in sorted((theirs.keys() & ours.keys()) - {"params"}):
-                now = _GroupValue(optimizer, number, key)
+                setting = _Setting(optimizer, number, key)
                 boundary = f"{name}.group{number}.{key}"
-                items.append(_Item(boundary, "scalar", "0", theirs[key], now))
+                items.append(_Item(boundary, "scalar", "0", theirs[key], setting))
             for index, parameter in zip(theirs["params"], ours["params"], strict=False):
-                boundary = self._guard.states.optimizers.name_of(parameter)
-                for slot, value in leaves_of(given["state"].get(index)) if boundary else ():
-                    now = _StateValue(optimizer, parameter, slot)
-                    items.append(_Item(boundary, "optimizer_state", slot, value, now))
+                owner = self._guard.states.optimizers.name_of(parameter)
+                for slot, value in leaves_of(given["state"].get(index)) if owner else ():
+                    state = _State(optimizer, parameter, slot)
+                    items.append(_Item(owner or "", "optimizer_state", slot, value, state))
         return items
 
     @shielded
@@ -162,7 +162,7 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupValue:
+class _Setting:
     optimizer: torch.optim.Optimizer
     number: int
     key: str
@@ -172,7 +172,7 @@ class _GroupValue:
 
 
 @dataclass(frozen=True, slots=True)
-class _StateValue:
+class _State:
     optimizer: torch.optim.Optimizer
     parameter: Tensor
     slot: str
@@ -200,9 +200,9 @@ def _is_closed(part: nn.Module) -> bool:
     )
 
 
-def _fits(value: Any, live: Tensor) -> bool:
-    is_tensor = isinstance(value, Tensor) and value.shape == live.shape
-    return is_tensor and hasattr(value, "placements") == hasattr(live, "placements")
+def _fits(value: Tensor, live: Tensor) -> bool:
+    are_alike = hasattr(value, "placements") == hasattr(live, "placements")
+    return are_alike and value.shape == live.shape
 
 
 def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:

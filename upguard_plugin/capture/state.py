@@ -70,22 +70,28 @@ class StateProbe:
         parameters = list(names.parameters.items())
         self.gradients.watch(parameters)
         with Snapshot(self._guard, "start") as now:
-            self.record_all(now)
+            self.record_weights(now)
+            self.record_optimizers(now)
+            self.record_generators(now)
             self.gradients.record_start(now, parameters)
 
-    def record_all(self, now: Snapshot, *, optimizers: bool = True) -> None:
-        """Record all state but gradients. optimizers: False: parameters and buffers only."""
+    def record_weights(self, now: Snapshot) -> None:
+        """Record parameters, as far as they are valid between steps, and buffers."""
         names = self._guard.names
         now.tensors("param", "value", self._parts_at_rest(list(names.parameters.items())))
         now.tensors("param", "tied", names.tied)
         now.tensors("buffer", "value", names.buffers.items())
-        if not optimizers:
-            return
+
+    def record_optimizers(self, now: Snapshot) -> None:
+        """Record masters, optimizer state, hyper-parameters, and the loss scale."""
         self.optimizers.record_start(now)
         self.clipping.record_start(now)
         for source in self.sources:
             source(now)
-        for boundary, state in read_generators(names.modules, self.generators):
+
+    def record_generators(self, now: Snapshot) -> None:
+        """Record the states of all random generators."""
+        for boundary, state in read_generators(self._guard.names.modules, self.generators):
             now.value(boundary, "rng", "state", state)
 
     @shielded
@@ -109,8 +115,7 @@ class StateProbe:
                 source(now)
             # A generator that nobody draws from ends every step as it began it: whatever its state
             # is, it moves nothing, and a comparison can tell.
-            for boundary, state in read_generators(names.modules, self.generators):
-                now.value(boundary, "rng", "state", state)
+            self.record_generators(now)
 
     def _parts_at_rest(self, parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
         parts = ((name, self.at_rest(name, parameter)) for name, parameter in parameters)

@@ -193,7 +193,7 @@ def _wanted(side: Side, rows: Ints, chosen: Bools, settings: Settings) -> Ints:
     """Rows that were asked for and that the settings of both runs record."""
     key = side.key[rows]
     # Whether and when a run saves or loads is no part of what it computes.
-    wanted = chosen[key] & (side.columns.phase[key] != PHASE_NUMBER["checkpoint"])
+    wanted: Bools = chosen[key] & (side.columns.phase[key] != PHASE_NUMBER["checkpoint"])
     if settings.coarser_level is not None or not settings.record_alike:
         # What only one run's settings record cannot be missing in the other.
         one_sided = side.columns.is_operator[key] | (settings.coarser_level == "stage")

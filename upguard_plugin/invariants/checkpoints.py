@@ -6,7 +6,7 @@ In:  events of phase `checkpoint`, operators `save` and `load`, in program order
      what `load_state_dict` was given and what it left.
 
 Files are told apart by their paths. A rank's own save counts; where it never wrote the file, what
-another rank wrote there.
+another rank wrote there; in a folder that all write into, what any of them wrote.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from dataclasses import dataclass, field
 
 from upguard_plugin.invariants.events import RankEvents, StepEvents, what
 from upguard_plugin.invariants.findings import Findings, Invariant
-from upguard_plugin.records import CHECKPOINT, OF_FILE, OF_RESTORE, OF_STATE, EventKey, Placement
+from upguard_plugin.records import (
+    CHECKPOINT,
+    OF_FILE,
+    OF_FOLDER,
+    OF_RESTORE,
+    OF_STATE,
+    EventKey,
+    Placement,
+)
 
-_HEADS = frozenset({OF_FILE, OF_STATE, OF_RESTORE})
+_HEADS = frozenset({OF_FILE, OF_FOLDER, OF_RESTORE, *OF_STATE})
 _KEPT = 8  # saves that a rank remembers of each kind; a run may save any number of times
 _NEVER_SAVED = "what was loaded was not saved in this run, or long ago"
+_OTHERS = "another rank, which was not looked at, may have written it"
 _OTHER_PART = "another part of it was loaded than was saved"
 
 Name = tuple[str, str, str]  # role, boundary, slot
@@ -86,7 +95,9 @@ class SavedIsLoaded(Invariant):
                 else:
                     mine = _of(self._saved.get(events.rank, []), block)[-1:]
                     others = _latest(before, block) + _of(fresh, block)
-                    self._judge(step, events, block, mine or others, found)
+                    # Of what several ranks hold under one name, a folder has one rank's.
+                    candidates = mine + others if block.kind == OF_FOLDER else mine or others
+                    self._judge(step, events, block, candidates, found)
 
     def _keep(self, saved: _Saved) -> None:
         kept = self._saved.get(saved.rank, [])
@@ -113,6 +124,8 @@ class SavedIsLoaded(Invariant):
                 found.hold(events, row)
             elif all(value.placement != loaded.placement for value in values):
                 found.skip(events, row, _OTHER_PART)
+            elif block.kind == OF_FOLDER and loaded.placement is None and len(step.ranks) == 1:
+                found.skip(events, row, _OTHERS)
             else:
                 sentence = f"{_named(events.key(row))} is not what was saved."
                 if values[-1].dtype != loaded.dtype:
@@ -120,7 +133,7 @@ class SavedIsLoaded(Invariant):
                 found.breaks(step, {events.rank: row}, sentence)
         lost = set.intersection(*(set(one.values) for one in saved)) if saved else set()
         lost -= block.rows.keys()
-        if lost and block.kind == OF_STATE:
+        if lost and block.kind in OF_STATE:
             role, boundary, slot = min(lost)
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             found.breaks(
@@ -182,7 +195,7 @@ def _of(saved: Sequence[_Saved], block: _Block) -> list[_Saved]:
 
 def _latest(saved: dict[int, list[_Saved]], block: _Block) -> list[_Saved]:
     """The last save of the file by each rank; states are each rank's own."""
-    if block.kind == OF_STATE:
+    if block.kind in OF_STATE:
         return []
     return [one for mine in saved.values() for one in _of(mine, block)[-1:]]
 
