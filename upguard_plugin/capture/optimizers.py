@@ -100,16 +100,20 @@ class OptimizerProbe:
         """The name of a model's parameter or of the one it is the master of."""
         return self._guard.names.of(parameter) or self._masters.get(id(parameter))
 
-    def record_start(self, now: Snapshot) -> None:
-        """Record masters, states, hyper-parameters and group membership as they are found."""
+    def record_start(self, now: Snapshot, *, states: bool = True) -> None:
+        """Record masters, states, hyper-parameters and group membership as they are found.
+
+        states: False: without masters and states.
+        """
         self._depth = 0  # a step that raised has never ended
         self._name_masters()
         for watched in self.watched:
             groups = self.groups_at_rest(watched.optimizer)
             held = [parameter for _, parameters in groups for parameter in parameters]
-            owned, masters = self._split(held)
-            self._record_state(now, watched.optimizer, owned, masters)
-            self._record_rounded(now, masters)
+            if states:
+                owned, masters = self._split(held)
+                self._record_state(now, watched.optimizer, owned, masters)
+                self._record_rounded(now, masters)
             self._record_membership(now, watched.name, groups)
             self._record_groups(now, watched.name, enumerate(group for group, _ in groups))
 
@@ -145,7 +149,8 @@ class OptimizerProbe:
             return
         owned, masters = self._split(_parameters_of(optimizer))
         with Snapshot(self._guard, "optimizer", call=watched.call) as now:
-            self._record_state(now, optimizer, owned, masters)
+            if self._guard.config.level != "stage":
+                self._record_state(now, optimizer, owned, masters)
             now.tensors("param", "value", [(part.name, part.held) for part in owned])
         self._on_update([part.name for part in owned])
 

@@ -42,7 +42,7 @@ class StateProbe:
         self.gradients = GradientProbe(guard)
         self.optimizers = OptimizerProbe(guard, self.gradients, self.mark_recorded)
         self.clipping = ClippingProbe(guard, self.gradients, self.optimizers.name_of)
-        self._started = -1  # the step whose start is recorded
+        self._started: int | None = None  # the last step whose start is recorded
         self._updated: set[str] = set()  # parameters recorded after an optimizer's step
 
     def attach(self) -> None:
@@ -63,6 +63,9 @@ class StateProbe:
         step = self._guard.position.step
         if self._started == step or not self.recorder.active:
             return
+        # At level stage what only optimizers hold is recorded where a stretch of steps begins:
+        # behind that it shows in the weights.
+        is_first = self._guard.config.level != "stage" or self._started != step - 1
         self._started = step
         self._updated.clear()
         names = self._guard.names
@@ -71,7 +74,7 @@ class StateProbe:
         self.gradients.watch(parameters)
         with Snapshot(self._guard, "start") as now:
             self.record_weights(now)
-            self.record_optimizers(now)
+            self.record_optimizers(now, states=is_first)
             self.record_generators(now)
             self.gradients.record_start(now, parameters)
 
@@ -82,9 +85,12 @@ class StateProbe:
         now.tensors("param", "tied", names.tied)
         now.tensors("buffer", "value", names.buffers.items())
 
-    def record_optimizers(self, now: Snapshot) -> None:
-        """Record masters, optimizer state, hyper-parameters, and the loss scale."""
-        self.optimizers.record_start(now)
+    def record_optimizers(self, now: Snapshot, *, states: bool = True) -> None:
+        """Record masters, optimizer state, hyper-parameters, and the loss scale.
+
+        states: False: without masters and optimizer state.
+        """
+        self.optimizers.record_start(now, states=states)
         self.clipping.record_start(now)
         for source in self.sources:
             source(now)

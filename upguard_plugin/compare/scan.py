@@ -30,6 +30,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 CHOICES = ("modules", "roles", "weights_in_use")  # settings that choose what is recorded
+_ONCE_AT_STAGE = [ROLE_NUMBER["optimizer_state"], ROLE_NUMBER["master"]]
 _SAID_BY_ANY_RUN = [ROLE_NUMBER[role] for role in ("scalar", "rng", "data", "sample")]
 
 
@@ -39,6 +40,7 @@ class Settings:
 
     coarser_level: str | None = None  # where their levels differ
     record_alike: bool = True  # the same modules and roles
+    is_stage: bool = False  # states of optimizers stand where each run's recording begins
 
     @classmethod
     def of(cls, baseline: Run, target: Run) -> Settings:
@@ -47,6 +49,7 @@ class Settings:
         return cls(
             None if len(levels) == 1 else min(levels, key=LEVELS.index),
             all(ours.config.get(name) == theirs.config.get(name) for name in CHOICES),
+            "stage" in levels,
         )
 
 
@@ -199,6 +202,8 @@ def _wanted(side: Side, rows: Ints, chosen: Bools, settings: Settings) -> Ints:
         one_sided = side.columns.is_operator[key] | (settings.coarser_level == "stage")
         one_sided |= not settings.record_alike
         wanted &= ~one_sided | side.columns.is_collective[key]
+    if settings.is_stage:
+        wanted &= ~np.isin(side.columns.role[key], _ONCE_AT_STAGE)
     return rows[wanted]
 
 
