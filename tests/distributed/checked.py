@@ -49,6 +49,8 @@ def wrapped(kind: str) -> tuple[nn.Module, Mapping[str, Any]]:
 def train(kind: str, folder: str, level: str = "module", fault: str = "") -> None:
     """A few steps of AdamW; the fault comes in step 1, on rank 1."""
     model, layout = wrapped(kind)
+    if fault == "gathered" and dist.get_rank() == 1:
+        model[3].register_forward_pre_hook(spoil_weight)  # behind FSDP's, before ours
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     with recording(model, optimizer, folder, layout, level) as guard:
@@ -124,6 +126,11 @@ def recording(
     config = {"output_dir": folder, "level": level, "sketch": sketch}
     with upguard_plugin.enable(model, optimizer, config, layout=layout, **options) as guard:
         yield guard
+
+
+def spoil_weight(module: nn.Module, args: Any) -> None:
+    """Behind the back of all that gathers it."""
+    flip_a_bit(module.weight.detach())
 
 
 def flip_a_bit(tensor: Tensor) -> None:

@@ -79,6 +79,18 @@ def test_a_collective_that_goes_wrong_is_found(
     assert clean["broken"] == [] and clean["checked"][invariant] > 0
 
 
+def test_a_gathered_weight_that_its_shards_do_not_make_is_found(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(checked.train, "fsdp", str(tmp_path / "wrong"), "module", "gathered")
+    two_ranks.run(checked.train, "fsdp", str(tmp_path / "right"), "module")
+
+    first, clean = check(tmp_path / "wrong")["broken"][0], check(tmp_path / "right")
+
+    assert fields(first) == ("gathered-as-kept", 0, "forward", "3.weight", "param", [1])
+    assert clean["broken"] == [] and clean["checked"]["gathered-as-kept"] == 6 * 2 * checked.STEPS
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_distributed_checkpoint_that_is_read_wrong_is_found(
     two_ranks: Ranks, tmp_path: Path, kind: str

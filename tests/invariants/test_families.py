@@ -13,7 +13,7 @@ import pytest
 from tests.memory_run import MemoryRun, batch, edited, events
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.invariants.check import check_run
-from upguard_plugin.records import Axis, Layout, Placement
+from upguard_plugin.records import Axis, Layout, Piece, Placement
 
 TWO = (0, 1)
 
@@ -376,6 +376,32 @@ def test_a_rank_whose_trace_has_gaps_may_have_called_it():
 
     assert report.broken == []
     assert report.not_applied["collectives-match"] == {"a member of the group was not recorded": 1}
+
+
+def gathered(used: int, second: int = 7, dtype: str = "float32"):
+    """Shards 5 and `second` at their places; `used` is what a module uses, on each of two ranks."""
+    start, use = events(f"""
+        start   - param fc.weight/value 0
+        forward 0 param fc.weight/value 0 {dtype}
+    """)
+    batches = {}
+    for rank, value in ((0, 5), (1, second)):
+        piece = Piece((4, 4), 0, (4, 1), 4 * rank, (8, 1))
+        placement = Placement("o i[dp]", (4, 8), (piece,), sharded=("dp",))
+        made = batch(0, [replace(start, key=replace(start.key, placement=placement)), use])
+        batches[rank] = [replace(made, h=np.array([value, used], np.uint64))]
+    return batches
+
+
+def test_a_gathered_weight_is_what_its_shards_make():
+    def report(batches):
+        return check_run(MemoryRun(batches, missing=()), Selection())
+
+    assert first(report(gathered(13)))[0] == "gathered-as-kept"
+    assert report(gathered(12)).checked["gathered-as-kept"] == 2
+    assert report(gathered(13, dtype="bfloat16")).broken == []
+    one = report({0: gathered(13)[0]})
+    assert one.broken == [] and "gathered-as-kept" in one.not_applied
 
 
 SENT = "    forward - input  send[pp]/0 x op=send moment=launch     group=0,1:-1 pair=1:{}\n"
