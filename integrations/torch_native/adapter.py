@@ -15,9 +15,15 @@ from torch import nn
 from upguard_plugin.capture import guard as core
 from upguard_plugin.capture.guard import Guard, Probe
 from upguard_plugin.capture.names import Rename
-from upguard_plugin.capture.placements import Placements
+from upguard_plugin.capture.placements import Placements, layout_of
+from upguard_plugin.capture.run import find_rank
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.integrations.torch_native.checkpoints import DistributedCheckpoints
+from upguard_plugin.integrations.torch_native.zero_redundancy import (
+    DividedPlacements,
+    ZeroRedundancyProbe,
+    is_zero_redundancy,
+)
 from upguard_plugin.records import Layout
 
 
@@ -40,6 +46,10 @@ def enable(
     Raises ConfigError for a wrong setting and RunDirectoryError for a directory that cannot be
     used. Returns a guard that does nothing where recording is off for this rank.
     """
+    divided = _divided(optimizer)
+    if divided is not None and not isinstance(placements, Placements):
+        layout = layout_of(layout, *find_rank())
+        placements = DividedPlacements(placements, layout, divided)
     guard = core.enable(
         model, optimizer, config, layout=layout, placements=placements, tied=tied, rename=rename
     )
@@ -51,4 +61,13 @@ def enable(
 
 
 def _probes(guard: Guard) -> list[Probe]:
-    return [DistributedCheckpoints()]
+    probes: list[Probe] = [DistributedCheckpoints()]
+    if _divided(guard.optimizers) is not None:
+        probes.append(ZeroRedundancyProbe(guard))
+    return probes
+
+
+def _divided(optimizers: Sequence[Any] | Any) -> Any:
+    """The ZeroRedundancyOptimizer among them, or None."""
+    listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    return next((one for one in listed if is_zero_redundancy(one)), None)

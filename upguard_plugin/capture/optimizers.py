@@ -69,6 +69,8 @@ class OptimizerProbe:
         self.known_masters: Callable[[], Mapping[int, str]] = dict
         # ... of the parameters whose parts one flat tensor of an optimizer holds;
         self.fragments_of: Callable[[Tensor], Sequence[Fragment]] = _no_fragments
+        # ... of states by parameter, where they lie behind the optimizer;
+        self.state_of: Callable[[Any], Mapping[Any, Any]] = _state_of
         # ... of groups, where a step shows the optimizer only some of them;
         self.groups_at_rest: Callable[[Any], Groups] = _groups_of
         # ... and what it records itself when an optimizer is about to step.
@@ -181,7 +183,7 @@ class OptimizerProbe:
         now.tensors("master", "master", [(part.name, part.of(part.held)) for part in masters])
         by_slot: dict[str, list[tuple[str, Tensor]]] = {}
         others = []
-        states = getattr(optimizer, "state", {})
+        states = self.state_of(optimizer)
         for part in owned + masters:
             for slot, value in leaves_of(states.get(part.held)):
                 if isinstance(value, Tensor):
@@ -302,6 +304,10 @@ def _parameters_of(optimizer: Any) -> list[Tensor]:
 
 def _groups_of(optimizer: Any) -> Groups:
     return [(group, group["params"]) for group in getattr(optimizer, "param_groups", ())]
+
+
+def _state_of(optimizer: Any) -> Mapping[Any, Any]:
+    return getattr(optimizer, "state", {})
 
 
 def _no_fragments(parameter: Tensor) -> Sequence[Fragment]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,6 +117,7 @@ class RestoreProbe:
     ) -> list[_Item] | None:
         if not self.recorder.active or not isinstance(given, Mapping):
             return None
+        probe = self._guard.states.optimizers
         groups = list(zip(given.get("param_groups", ()), optimizer.param_groups, strict=False))
         items = []
         for number, (theirs, ours) in enumerate(groups):
@@ -124,9 +126,9 @@ class RestoreProbe:
                 boundary = f"{name}.group{number}.{key}"
                 items.append(_Item(boundary, "scalar", "0", theirs[key], setting))
             for index, parameter in zip(theirs["params"], ours["params"], strict=False):
-                owner = self._guard.states.optimizers.name_of(parameter)
+                owner = probe.name_of(parameter)
                 for slot, value in leaves_of(given["state"].get(index)) if owner else ():
-                    state = _State(optimizer, parameter, slot)
+                    state = _State(partial(probe.state_of, optimizer), parameter, slot)
                     items.append(_Item(owner or "", "optimizer_state", slot, value, state))
         return items
 
@@ -173,13 +175,12 @@ class _Setting:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    optimizer: torch.optim.Optimizer
+    states: Callable[[], Mapping[Any, Any]]
     parameter: Tensor
     slot: str
 
     def __call__(self) -> Any:
-        state = self.optimizer.state.get(self.parameter)
-        return dict(leaves_of(state)).get(self.slot)
+        return dict(leaves_of(self.states().get(self.parameter))).get(self.slot)
 
 
 def _closed_parts(module: nn.Module) -> tuple[str, ...]:
