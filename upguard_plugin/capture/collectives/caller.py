@@ -19,6 +19,7 @@ from types import FrameType
 import torch
 
 import upguard_plugin
+from upguard_plugin.capture.frames import WRAPPERS
 from upguard_plugin.records import Source
 
 _TORCH_FOLDER = Path(torch.__file__).parent
@@ -27,6 +28,7 @@ _OURS = f"{Path(upguard_plugin.__file__).parent}{os.sep}"
 _AUTOGRAD = str(_TORCH_FOLDER / "autograd" / "graph.py")
 _DDP = str(_TORCH_FOLDER / "nn" / "parallel" / "distributed.py")
 _OPERATORS = str(_TORCH_FOLDER / "_ops.py")
+_NOT_THE_USERS = (_TORCH, "<", *WRAPPERS)
 # Code whose reductions in backward are the synchronisation of gradients.
 _GRADIENT_CODE = (
     "/torch/distributed/fsdp/",
@@ -70,7 +72,7 @@ def find_caller(*, with_factor: bool = False) -> Caller:
         in_gradient_code = in_gradient_code or (not below_autograd and _is_gradient_code(path))
         if with_factor and factor is None:
             factor = getattr(frame.f_locals.get("op"), "factor", None)
-        if source is None and not path.startswith((_TORCH, "<")):
+        if source is None and not path.startswith(_NOT_THE_USERS):
             source = _source(path, frame.f_lineno)
         below_autograd = below_autograd or path == _AUTOGRAD
         if below_autograd and source is not None:
