@@ -19,7 +19,7 @@ LAYOUTS = {
         Job("tp2-sp", tp=2, sequence_parallel=True, dtype="bf16", layers=2, num_steps=3),
         Job("vpp2", pp=2, vpp=2),
         Job("pp2-tied", pp=2, untied=False, layers=2),
-        Job("dp2", recompute=True, clip=0.01, layers=2),
+        Job("dp2", recompute="full", clip=0.01, layers=2),
         Job("dp2-distributed", distributed=True, layers=2),
         Job("ep2", ep=2, experts=4, layers=2),
         Job("fp16", tp=2, dtype="fp16", layers=2),

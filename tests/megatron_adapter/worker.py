@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tests.megatron_adapter.jobs import FAULT_STEP, Job
@@ -23,6 +24,7 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
 
     from tests.megatron_adapter.faults import FAULTS
     from tests.megatron_adapter.gathered import gather
+    from tests.megatron_adapter.gathered_activations import Watch
     from tests.megatron_adapter.model import build, train_step
     from upguard_plugin.integrations.megatron import attach
 
@@ -40,12 +42,15 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
         undo = FAULTS[job.fault](trainer) if job.fault and step == FAULT_STEP else None
         if job.evaluate:
             evaluate(trainer, step)
+        watch = Watch(trainer) if job.watch and step == job.num_steps - 1 else None
         success, norm, _ = train_step(trainer, step)
         said["steps"].append([bool(success), norm])
         if undo is not None:
             undo()
         if guard is not None:
             guard.step()
+        if watch is not None:
+            said["activations"] = watch.gather()
     if job.overlap and job.distributed:
         for chunk in trainer.chunks:
             chunk.start_param_sync(force_sync=True)
@@ -109,9 +114,22 @@ def evaluate(trainer: Any, step: int) -> None:
         chunk.train()
 
 
+def add_fused_kernel() -> None:
+    """In the place of Apex's CUDA extension, before Megatron looks for it."""
+    import torch
+
+    def accumulate(taken: torch.Tensor, grad_given: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.add_((grad_given.t() @ taken).to(main_grad.dtype))
+
+    kernel = ModuleType("fused_weight_gradient_mlp_cuda")
+    vars(kernel).update(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
+    sys.modules[kernel.__name__] = kernel
+
+
 def main(rank: int, num_ranks: int, folder: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     warnings.simplefilter("ignore")
+    add_fused_kernel()
     with emulate_cuda():
         import torch
 
