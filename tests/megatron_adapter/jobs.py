@@ -43,6 +43,8 @@ class Job:
     evaluate: bool = False
     level: str | None = "module"  # None: without capture
     fault: str = ""
+    fault_step: int = FAULT_STEP
+    smoothing: bool = False  # of labels
     watch: bool = True  # gathers activations
     explicit_groups: bool = False  # given to `attach`, not read from parallel_state
     program: str = ""

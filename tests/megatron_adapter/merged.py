@@ -107,3 +107,16 @@ def adds_up(parts: list[Seen]) -> Fingerprint | None:
     if any(placement is None or placement.partial for placement in placements):
         return None
     return whole(parts)
+
+
+def first_outputs(run: Path) -> dict[str, list]:
+    """Module -> [h, s, dtype, shape] of the whole that it gave first in step 1."""
+    found: dict[str, list] = {}
+    for place, parts in activations(run).items():
+        step, microbatch, _, boundary, phase, role, slot = place
+        merged = adds_up(parts)
+        is_output = (step, microbatch, phase, role) == (1, 0, "forward", "output")
+        if is_output and slot in ("0", "out.0") and merged is not None:
+            facts = [merged.h, merged.s, merged.dtype, list(merged.shape)]
+            found.setdefault(boundary, facts)
+    return found

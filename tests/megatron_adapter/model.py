@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,9 @@ def build(job: Job) -> Trainer:
     config = configure(job)
     gpts = [_gpt(job, config, chunk) for chunk in range(job.vpp)]
     for gpt in gpts:
-        _fill(job, gpt)
+        _fill(gpt, job.untied)
+        if job.smoothing:
+            gpt.compute_language_model_loss = partial(_smoothed_loss, gpt)
         if job.deferred:
             _defer_output_layer_only(gpt)
     half = HALF.get(job.dtype)
@@ -178,9 +181,9 @@ def whole_name(gpt: GPTModel, name: str) -> str:
     return ".".join(parts)
 
 
-def is_gated(name: str, job: Job) -> bool:
+def is_gated(name: str, gated: bool) -> bool:
     """Whether a parameter holds two halves, each split over the ranks."""
-    return job.gated and ".linear_fc1." in name
+    return gated and ".linear_fc1." in name
 
 
 def cut(full: torch.Tensor, dim: int, size: int, index: int, halves: bool) -> torch.Tensor:
@@ -217,24 +220,32 @@ def split_dim(parameter: torch.nn.Parameter) -> int | None:
     return parameter.partition_dim if is_split else None
 
 
-def _fill(job: Job, gpt: GPTModel) -> None:
+def _fill(gpt: GPTModel, untied: bool) -> None:
     for name, parameter in gpt.named_parameters():
         if "layernorm" in name:
             continue
-        dim = split_dim(parameter)
-        is_expert = ".local_experts." in name
-        size, index = tensor_place(is_expert)
-        shape = list(parameter.shape)
-        if dim is not None:
-            shape[dim] *= size
         key = whole_name(gpt, name)
-        if key == "output_layer.weight" and not job.untied:
+        if key == "output_layer.weight" and not untied:
             key = "embedding.word_embeddings.weight"
-        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big")
-        full = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
-        part = full if dim is None else cut(full, dim, size, index, is_gated(name, job))
-        with torch.no_grad():
-            parameter.copy_(part)
+        fill_one(parameter, key, halves=is_gated(name, gpt.config.gated_linear_unit))
+
+
+def fill_one(parameter: torch.nn.Parameter, key: str, halves: bool = False) -> None:
+    """This rank's part of the tensor that a name in the whole model always stands for."""
+    dim = split_dim(parameter)
+    size, index = tensor_place(".local_experts." in key)
+    shape = list(parameter.shape)
+    if dim is not None:
+        shape[dim] *= size
+    full = whole_of(key, shape)
+    with torch.no_grad():
+        parameter.copy_(full if dim is None else cut(full, dim, size, index, halves))
+
+
+def whole_of(key: str, shape: list[int]) -> torch.Tensor:
+    """The whole tensor that a name stands for."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
 
 
 def _batches(job: Job, step: int) -> Any:
@@ -252,6 +263,17 @@ def _forward_step(batches: Any, model: torch.nn.Module) -> Any:
     position_ids = torch.arange(SEQUENCE).expand_as(tokens)
     causal = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
     return model(tokens, position_ids, causal, labels=labels), _mean_loss
+
+
+def _smoothed_loss(gpt: GPTModel, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """A tenth of each token's probability is spread over all tokens."""
+    whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
+    smooth = whole.log_softmax(-1)
+    if getattr(gpt, "smooths_over", "all") == "own":
+        size, index = tensor_place(False)
+        smooth = smooth.chunk(size, -1)[index]
+    losses = GPTModel.compute_language_model_loss(gpt, labels, logits)
+    return 0.9 * losses - 0.1 * smooth.mean(-1).transpose(0, 1)
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -10,11 +10,12 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.megatron_adapter.jobs import FAULT_STEP, Job
+from tests.megatron_adapter.jobs import Job
 from upguard_plugin.launch.cpu_emulation import emulate_cuda
 
 
@@ -22,7 +23,6 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     """Train as the job says; every rank calls it."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from tests.megatron_adapter.faults import FAULTS
     from tests.megatron_adapter.gathered import gather
     from tests.megatron_adapter.gathered_activations import Watch
     from tests.megatron_adapter.model import build, train_step
@@ -39,7 +39,7 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
         guard = attach(trainer.chunks, trainer.optimizer, settings, pg_collection=groups)
     said: dict[str, Any] = {"steps": []}
     for step in range(job.num_steps):
-        undo = FAULTS[job.fault](trainer) if job.fault and step == FAULT_STEP else None
+        undo = _plant(job, trainer) if job.fault and step == job.fault_step else None
         if job.evaluate:
             evaluate(trainer, step)
         watch = Watch(trainer) if job.watch and step == job.num_steps - 1 else None
@@ -68,6 +68,12 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
             )
     said["weights"] = digest.hexdigest()
     return said
+
+
+def _plant(job: Job, trainer: Any) -> Callable[[], None]:
+    from tests.megatron_adapter import faults, faults_in_movement
+
+    return (faults.FAULTS | faults_in_movement.FAULTS)[job.fault](trainer)
 
 
 def left_behind(trainer: Any) -> list[str]:
