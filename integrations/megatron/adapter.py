@@ -15,6 +15,7 @@ from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.capture.rng import State, state_bytes
 from upguard_plugin.integrations.megatron.buckets import BucketOwner
+from upguard_plugin.integrations.megatron.cuda_graphs import GraphProbe, captures
 from upguard_plugin.integrations.megatron.layout import find_layout
 from upguard_plugin.integrations.megatron.names import GlobalNames
 from upguard_plugin.integrations.megatron.optimizer import (
@@ -33,6 +34,10 @@ from upguard_plugin.integrations.megatron.placements import (
 )
 from upguard_plugin.integrations.megatron.schedules import ScheduleProbe
 
+try:  # came with 0.12 or so, and may go
+    from megatron.core.transformer import cuda_graphs
+except ImportError:
+    cuda_graphs = None
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
@@ -94,7 +99,8 @@ def _add_probes(
     )
     # Timers exchange what the clock said.
     clocks = PauseProbe(guard, [(Timers, "get_all_timers_string"), (Timers, "write")])
-    for added in (optimizers, schedule, clocks):
+    captured = PauseProbe(guard, captures(cuda_graphs, schedules))
+    for added in (optimizers, schedule, clocks, captured, GraphProbe(guard, cuda_graphs)):
         guard.probes.append(added)
         added.attach()
     if guard.collectives is not None:

@@ -57,7 +57,7 @@ def ran(request, tmp_path_factory):
     }
     jobs = [job for job in JOBS if job.name in asked]
     folder = tmp_path_factory.mktemp("layouts")
-    twins = [replace(job, name=f"{job.name}-twin", watch=False) for job in jobs]
+    twins = [replace(job, name=f"{job.name}-twin") for job in jobs]
     plain = [replace(job, name=f"{job.name}-plain", level=None, watch=False) for job in jobs]
     return folder, train([*jobs, *twins, *plain], folder)
 
