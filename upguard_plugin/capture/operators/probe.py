@@ -64,10 +64,12 @@ class OperatorProbe(TorchDispatchMode):
         self.recorder = guard.recorder
         self._position = guard.position
         self._selected = guard.config.selected_module
+        self._selects_all = not (guard.config.modules or self.recorder.phases_left_out)
         self._storages = Storages()
         self._sites = Sites()
         self._locator = Locator(guard)
         self._opaque = OpaqueCode(self)
+        self._inputs_wanted = self.recorder.wants("input")
         self._entered = False
         self._step = NONE
 
@@ -185,16 +187,17 @@ class OperatorProbe(TorchDispatchMode):
     def _begin_recorded(
         self, operator: Operator, arguments: list[Argument], kwargs: dict[str, Any]
     ) -> Running | None:
-        find = self._storages.find
-        for argument in arguments:
-            argument.storage = find(argument.tensor)
+        if self._inputs_wanted or not operator.returns_fresh:
+            find = self._storages.find
+            for argument in arguments:
+                argument.storage = find(argument.tensor)
         place, phase = self._locator.place_of(arguments)
-        if not self._is_selected(place.boundary, phase):
+        if not (self._selects_all or self._is_selected(place.boundary, phase)):
             return Running(operator, arguments, place, phase) if operator.has_effects else None
         running, site = self._running(operator, place, phase, arguments)
         if operator.is_random:
             self._record_generator(running, site, kwargs)
-        if not operator.makes_uninitialised:
+        if self._inputs_wanted and not operator.makes_uninitialised:
             for argument in arguments:
                 if self._has_value(operator, argument):
                     moment = "before" if argument.key in operator.written else None
@@ -212,6 +215,8 @@ class OperatorProbe(TorchDispatchMode):
             for argument in arguments:
                 if argument.key in operator.written:
                     self._written(running, argument, "after")
+            if operator.returns_written:
+                return
         elif operator.is_foreign:
             for argument in arguments:
                 if argument.storage is not None:
