@@ -93,6 +93,8 @@ def build(job: Job) -> Trainer:
 def _initialize_groups(job: Job) -> None:
     """Making some thirty groups takes longer than the training: they serve for jobs in turn."""
     if _layout_now == [job.layout]:
+        parallel_state.destroy_global_memory_buffer()  # as empty as in a new process
+        parallel_state._set_global_memory_buffer()
         return
     parallel_state.destroy_model_parallel()
     _layout_now[:] = [job.layout]
