@@ -200,8 +200,11 @@ def partial_axes(
     for name, parameter in names.parameters.items():
         axes: tuple[str, ...] = ()
         # Norms of queries and keys see the heads of their rank only.
-        per_head = ".q_layernorm." in name or ".k_layernorm." in name
-        if getattr(parameter, "sequence_parallel", False) or per_head:
+        per_head = (".q_layernorm." in name or ".k_layernorm." in name) and not hasattr(
+            names.modules.get(name.rsplit(".", 2)[0]), "linear_kv_down_proj"
+        )
+        averaged = getattr(parameter, "average_gradients_across_tp_domain", False)
+        if getattr(parameter, "sequence_parallel", False) or per_head or averaged:
             axes += ("tp",)
         if name in tied:
             axes += ("pp",)

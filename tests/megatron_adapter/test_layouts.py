@@ -131,6 +131,14 @@ def test_every_event_of_a_micro_batch_says_which_it_is(ran, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_everything_is_where_the_adapter_looks_for_it(ran, name):
+    _, said = ran
+
+    for rank in said[name]:
+        assert rank["moved"] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_closed_guard_leaves_nothing_behind(ran, name):
     _, said = ran
 

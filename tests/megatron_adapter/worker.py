@@ -26,10 +26,12 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     from tests.megatron_adapter.gathered import gather
     from tests.megatron_adapter.gathered_activations import Watch
     from tests.megatron_adapter.model import build, train_step
+    from tests.megatron_adapter.seams import moved_seams
     from upguard_plugin.integrations.megatron import attach
 
     trainer = build(job)
     guard = None
+    said: dict[str, Any] = {"steps": [], "moved": moved_seams(trainer)}
     if job.level is not None:
         settings = {"output_dir": str(folder / "runs" / job.name), "level": job.level}
         settings["program"] = job.program or job.fault or "plain"
@@ -37,7 +39,6 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
         if job.explicit_groups:
             groups = ProcessGroupCollection.use_mpu_process_groups()
         guard = attach(trainer.chunks, trainer.optimizer, settings, pg_collection=groups)
-    said: dict[str, Any] = {"steps": []}
     for step in range(job.num_steps):
         undo = _plant(job, trainer) if job.fault and step == job.fault_step else None
         if job.evaluate:
