@@ -1,8 +1,7 @@
 """pretrain_gpt.py with a silent bug: the final norm's weight has lost its `sequence_parallel` mark.
 
-Its gradient is then not summed over the tensor-parallel ranks. Run in a checkout of Megatron-LM:
-
-    PROGRAM=.../unmarked_norm.py run_pretrain_gpt.sh CHECKOUT --tensor-model-parallel-size 2 --sequence-parallel
+Its gradient is then not summed over the tensor-parallel ranks. Run in a checkout of Megatron-LM, as
+run_every_layout.sh does.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path.cwd()))
 
-from megatron.training import training  # noqa: E402
+from megatron.training import training
 
 set_up = training.setup_model_and_optimizer
 
