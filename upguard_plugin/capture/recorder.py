@@ -219,6 +219,10 @@ class Recorder:
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {ticket.boundary} was not recorded: {error.sentence}")
             self._deferred.cancel(ticket)
+            return
+        with self._lock:
+            if self._dumps.active and ticket.step is None:  # else its step is written already
+                self._dumps.keep(self._rows.first_seq + ticket.row, ticket.boundary, tensor)
 
     def cancel(self, ticket: Ticket) -> None:
         """Say that a reserved event will never have its tensor; a note in the trace names it."""
