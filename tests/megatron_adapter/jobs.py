@@ -52,6 +52,11 @@ class Job:
     layers: int = 4
     num_steps: int = 2
     num_microbatches: int = 4
+    dropout: bool = True  # in bf16
+    seed: int = 0  # of weights and data
+    sketch: bool = False
+    save: str = ""  # folder of a checkpoint to write the first weights to
+    load: str = ""  # and to read them from
     ramp: tuple[int, ...] = ()  # micro-batches of each step, where they change
 
     @property

@@ -51,7 +51,7 @@ def build(job: Job) -> Trainer:
     config = configure(job)
     gpts = [_gpt(job, config, chunk) for chunk in range(job.vpp)]
     for gpt in gpts:
-        _fill(gpt, job.untied)
+        _fill(gpt, job.untied, job.seed)
         if job.smoothing:
             gpt.compute_language_model_loss = partial(_smoothed_loss, gpt)
         if job.deferred:
@@ -222,13 +222,15 @@ def split_dim(parameter: torch.nn.Parameter) -> int | None:
     return parameter.partition_dim if is_split else None
 
 
-def _fill(gpt: GPTModel, untied: bool) -> None:
+def _fill(gpt: GPTModel, untied: bool, seed: int) -> None:
     for name, parameter in gpt.named_parameters():
         if "layernorm" in name:
             continue
         key = whole_name(gpt, name)
         if key == "output_layer.weight" and not untied:
             key = "embedding.word_embeddings.weight"
+        if seed:
+            key = f"{seed} {key}"
         fill_one(parameter, key, halves=is_gated(name, gpt.config.gated_linear_unit))
 
 
@@ -255,7 +257,7 @@ def _batches(job: Job, step: int) -> Any:
     replica = parallel_state.get_data_parallel_rank()
     for k in range(job.microbatches_of(step)):
         seed = (step * job.num_microbatches + k) * replicas + replica
-        generator = torch.Generator().manual_seed(1000 + seed)
+        generator = torch.Generator().manual_seed(1000 * (1 + job.seed) + seed)
         yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
 
 

@@ -14,6 +14,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def configure(job: Job) -> TransformerConfig:
     """The config of a small model in the job's layout."""
+    dropout = 0.1 if job.dtype == "bf16" and job.dropout else 0.0
     dtype = HALF.get(job.dtype, torch.float32)
     cls = MLATransformerConfig if job.latent else TransformerConfig
     return cls(
@@ -29,8 +30,8 @@ def configure(job: Job) -> TransformerConfig:
         expert_model_parallel_size=job.ep,
         expert_tensor_parallel_size=job.etp,
         sequence_parallel=job.sequence_parallel,
-        hidden_dropout=0.1 if job.dtype == "bf16" else 0.0,
-        attention_dropout=0.1 if job.dtype == "bf16" else 0.0,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
         bf16=job.dtype == "bf16",
         fp16=job.dtype == "fp16",
         params_dtype=dtype,

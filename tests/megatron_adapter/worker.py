@@ -23,6 +23,7 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     """Train as the job says; every rank calls it."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from tests.megatron_adapter.checkpoints import load_weights, save_weights
     from tests.megatron_adapter.gathered import gather
     from tests.megatron_adapter.gathered_activations import Watch
     from tests.megatron_adapter.model import build, train_step
@@ -30,11 +31,19 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     from upguard_plugin.integrations.megatron import attach
 
     trainer = build(job)
+    if job.save:
+        save_weights(trainer, Path(job.save))
+    if job.load:
+        load_weights(trainer, Path(job.load))
     guard = None
     said: dict[str, Any] = {"steps": [], "moved": moved_seams(trainer)}
     if job.level is not None:
-        settings = {"output_dir": str(folder / "runs" / job.name), "level": job.level}
+        settings: dict[str, Any] = {
+            "output_dir": str(folder / "runs" / job.name),
+            "level": job.level,
+        }
         settings["program"] = job.program or job.fault or "plain"
+        settings["sketch"] = job.sketch
         groups = None
         if job.explicit_groups:
             groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -73,8 +82,9 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
 
 def _plant(job: Job, trainer: Any) -> Callable[[], None]:
     from tests.megatron_adapter import faults, faults_in_movement
+    from tests.megatron_adapter.layout_faults import LAYOUT_FAULTS
 
-    return (faults.FAULTS | faults_in_movement.FAULTS)[job.fault](trainer)
+    return (faults.FAULTS | faults_in_movement.FAULTS | LAYOUT_FAULTS)[job.fault](trainer)
 
 
 def left_behind(trainer: Any) -> list[str]:

@@ -80,6 +80,7 @@ class RankScan:
     unmatched_baseline: int = 0
     unmatched_target: int = 0
     not_comparable: int = 0
+    tainted: int = 0  # unequal by rounding, across layouts
     filtered: int = 0
     noise: int = 0
     ignored: dict[int, int] = field(default_factory=dict)  # place of an ignore rule -> events
@@ -201,12 +202,13 @@ def _count_pairs(
     scan.compared += int((chosen & pairing.comparable).sum())
     scan.not_comparable += int((chosen & ~pairing.comparable).sum())
     scan.differ += int((chosen & pairing.differs).sum())
+    scan.tainted += int((chosen & pairing.rounds).sum())
     scan.unmatched_baseline += len(pairing.baseline_alone)
     scan.unmatched_target += len(pairing.target_alone)
     key = pairing.baseline.key[pairing.baseline_rows]
     named = ~np.isin(pairing.baseline.columns.role[key], _SAID_BY_ANY_RUN)
     scan.common_boundaries += int(named.sum())
-    equal = np.flatnonzero(chosen & pairing.comparable & ~pairing.differs)
+    equal = np.flatnonzero(chosen & pairing.comparable & ~pairing.differs & ~pairing.rounds)
     if divergent:
         places = pair_places(pairing)
         equal = equal[places[equal] < divergent[0].place]
