@@ -74,7 +74,8 @@ def train(jobs: Sequence[Job], folder: Path, num_ranks: int = 2) -> dict[str, li
     in_turn = sorted(jobs, key=lambda job: job.layout)  # groups are made once for each
     (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in in_turn]))
     inherited = {k: v for k, v in os.environ.items() if "UPGUARD" not in k}
-    env = inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])]  # may name another Megatron
+    env = inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     processes = []
     for rank in range(num_ranks):
         with (folder / f"rank-{rank}.log").open("wb") as log:
