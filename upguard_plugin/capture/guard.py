@@ -41,6 +41,7 @@ from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
 from upguard_plugin.fingerprint.dtensors import placement_of
+from upguard_plugin.fingerprint.parts import is_composite
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.fingerprint.sketch import DEFAULT_SIZE
 from upguard_plugin.invariants.online import OnlineCheck
@@ -176,9 +177,12 @@ class Guard:
     ) -> Placement | None:
         """Which part of a logical tensor this is; None where nothing is known.
 
-        A DTensor says it itself; for all others the rules do.
+        A DTensor says it itself; for all others the rules do. What is made of data and scales has
+        none: no placement describes both.
         """
         own = placement_of(tensor)
+        if own is None and is_composite(tensor):
+            return None
         return self.placements.of(boundary, role, slot, tensor.shape) if own is None else own
 
     @shielded
