@@ -28,6 +28,7 @@ class Training:
     zero: dict[str, Any] = field(default_factory=dict)
     upguard: dict[str, Any] | None = None  # the block; None: not recorded
     model: Callable[[], nn.Module] | None = None
+    keep_gradients: bool = False  # of the last step, as DeepSpeed puts them together
     fault: Callable[[Any], None] | None = None  # called with the engine before the first step
 
 
@@ -84,14 +85,27 @@ def make_engine(training: Training) -> Any:
     return engine
 
 
-def run_steps(engine: Any, training: Training) -> None:
-    """The steps; each rank has its own data."""
+def run_steps(engine: Any, training: Training) -> dict[str, torch.Tensor]:
+    """The steps; each rank has its own data. The last reduced gradients, where they are kept."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[training.dtype]
-    for _ in range(training.steps * training.accumulation):
+    kept: dict[str, torch.Tensor] = {}
+    number = training.steps * training.accumulation
+    for forward in range(number):
         x = torch.randn(2, 4, generator=generator).to(dtype)
         engine.backward(engine(x).square().mean())
+        if training.keep_gradients and forward == number - 1:
+            kept = whole_gradients(engine)
         engine.step()
+    return kept
+
+
+def whole_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """The reduced gradients as DeepSpeed itself puts them together, on every rank."""
+    from deepspeed.utils import safe_get_full_grad
+
+    named = engine.module.named_parameters()
+    return {name: safe_get_full_grad(p).detach().clone() for name, p in named if p.requires_grad}
 
 
 class Token(nn.Module):
@@ -184,8 +198,8 @@ def train(training: Training) -> dict[str, Any]:
     try:
         if training.fault is not None:
             training.fault(engine)
-        run_steps(engine, training)
-        left = {"weights": weights(engine)} | states(engine, training)
+        kept = run_steps(engine, training)
+        left = {"weights": weights(engine), "gradients": kept} | states(engine, training)
     finally:
         getattr(engine, "undo", lambda: None)()
         engine.destroy()
@@ -207,3 +221,9 @@ def states(engine: Any, training: Training) -> dict[str, Any]:
 def block(folder: Path | str, **settings: Any) -> dict[str, Any]:
     """The config block that records into a folder."""
     return {"enabled": True, "output_dir": str(folder), **settings}
+
+
+def record_pipeline(ranks: Any, run: Path | None, fault: Any = None, program: str = "clean") -> Any:
+    """Train the pipeline of two micro-batches on these ranks, recorded where a folder is given."""
+    upguard = None if run is None else block(run, program=program)
+    return ranks.run(train_pipeline, Training(0, accumulation=2, upguard=upguard, fault=fault))

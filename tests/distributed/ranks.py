@@ -40,13 +40,13 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._usable = True
+        self.usable = True
         self.run(_is_ready)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What the function returned on each rank. Raises AssertionError where one failed."""
-        assert self._usable, "an earlier call failed: answers could be those of that call"
-        self._usable = False
+        assert self.usable, "an earlier call failed: answers could be those of that call"
+        self.usable = False
         for pipe in self._pipes:
             pipe.send((function, args))
         results: dict[int, Any] = {}
@@ -59,7 +59,7 @@ class Ranks:
                 done, results[rank] = pipe.recv()
                 # The others may wait for this one for ever.
                 assert done, f"rank {rank} failed:\n{results[rank]}"
-        self._usable = True
+        self.usable = True
         return [results[rank] for rank in range(len(self._pipes))]
 
     def close(self) -> None:

@@ -162,13 +162,20 @@ class CollectiveProbe:
                 "source": caller.source,
             },
         )
+        self._record_inputs(launch)
+        return None if caller.of_objects else launch
+
+    def _record_inputs(self, launch: _Launch) -> None:
+        """Of pickled objects the call alone: equal objects need not have equal pickles."""
         with torch.no_grad():
-            for buffer in what.inputs:
+            for buffer in launch.plan.inputs:
+                tensor, placement = _dense(buffer.tensor), self._placement_of(buffer)
+                if launch.caller.of_objects:
+                    tensor, placement = tensor.new_empty(0), None
                 self.recorder.record(
-                    boundary, _dense(buffer.tensor), role="input", slot=buffer.slot,
-                    moment="launch", placement=self._placement_of(buffer), **launch.fields,
+                    launch.boundary, tensor, role="input", slot=buffer.slot,
+                    moment="launch", placement=placement, **launch.fields,
                 )  # fmt: skip
-        return launch
 
     @shielded
     def _after(self, launch: _Launch, group: ProcessGroup, result: Any) -> None:
