@@ -31,7 +31,7 @@ def train_parallel(case: Case, training: Training) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameters, config=ds_config(training), **more
     )
-    generator = torch.Generator().manual_seed(0 if case.same_data else dist.get_rank())
+    generator = torch.Generator().manual_seed(dist.get_rank() // (2 if case.same_data else 1))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[training.dtype]
     try:
         if training.fault is not None:
@@ -42,7 +42,9 @@ def train_parallel(case: Case, training: Training) -> dict[str, Any]:
             )
             engine.backward(engine(*batch).float().square().mean())
             engine.step()
-        if engine.has_moe_layers:  # DeepSpeed links before the experts' optimizer has any state
+        if (
+            engine.has_moe_layers and training.stage
+        ):  # DeepSpeed links before the experts' optimizer has any state
             engine.optimizer._hp_optimizer_states_linked = False
             engine.optimizer._lazy_init_hp_params_optimizer_state()
         left = {"weights": weights(engine)} | states(engine, training)
@@ -103,67 +105,71 @@ def _ulysses() -> tuple[nn.Module, dict[str, Any]]:
 
 
 class TensorMpu:
-    """A Megatron-style mpu: both ranks share every split weight, and each is its own replica."""
+    """A Megatron-style mpu: two ranks share every split weight; the pairs are replicas."""
 
     def __init__(self) -> None:
-        self._alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        self._all = dist.new_group(list(range(dist.get_world_size())))
+        ranks = list(range(dist.get_world_size()))
+        tensor = [dist.new_group(ranks[first : first + 2]) for first in ranks[::2]]
+        data = [dist.new_group(ranks[first::2]) for first in (0, 1)]
+        self._tensor, self._data = tensor[dist.get_rank() // 2], data[dist.get_rank() % 2]
 
     def get_model_parallel_group(self) -> Any:
-        return self._all
+        return self._tensor
 
     def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size()
+        return dist.get_world_size(self._tensor)
 
     def get_model_parallel_rank(self) -> int:
-        return dist.get_rank()
+        return dist.get_rank(self._tensor)
 
     def get_data_parallel_group(self) -> Any:
-        return self._alone[dist.get_rank()]
+        return self._data
 
     def get_data_parallel_world_size(self) -> int:
-        return 1
+        return dist.get_world_size(self._data)
 
     def get_data_parallel_rank(self) -> int:
-        return 0
+        return dist.get_rank(self._data)
 
 
 class _Sum(torch.autograd.Function):
     """Partial sums in, their sum out; backward hands the gradient on."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
         x = x.clone()
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 class _Copy(torch.autograd.Function):
     """The other way round."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
 
 
 class TensorParallel(nn.Module):
     """A norm, a column-parallel and a row-parallel linear layer, marked as Megatron marks them."""
 
-    def __init__(self) -> None:
+    def __init__(self, mpu: TensorMpu) -> None:
         super().__init__()
+        self._group = mpu.get_model_parallel_group()
         self.norm = nn.LayerNorm(6)
         whole = nn.Linear(6, 8), nn.Linear(8, 6)
-        rank, half = dist.get_rank(), 4
+        rank, half = mpu.get_model_parallel_rank(), 4
         mine = slice(rank * half, (rank + 1) * half)
         self.column = nn.Parameter(whole[0].weight.detach()[mine].clone())
         self.row = nn.Parameter(whole[1].weight.detach()[:, mine].clone())
@@ -172,8 +178,13 @@ class TensorParallel(nn.Module):
         self.bias = nn.Parameter(whole[1].bias.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(_Copy.apply(self.norm(x)) @ self.column.t())
-        return _Sum.apply(hidden @ self.row.t()) + self.bias
+        hidden = torch.tanh(_Copy.apply(self.norm(x), self._group) @ self.column.t())
+        return _Sum.apply(hidden @ self.row.t(), self._group) + self.bias
+
+
+def _tensor_parallel() -> tuple[nn.Module, dict[str, Any]]:
+    mpu = TensorMpu()
+    return TensorParallel(mpu), {"mpu": mpu}
 
 
 def _llama() -> tuple[nn.Module, dict[str, Any]]:
@@ -195,8 +206,7 @@ CASES = {
     "experts-1": _experts(1),  # each rank has all
     "ulysses": Case(_ulysses, lambda g: (torch.randn(2, 4, 8, generator=g),)),
     "mpu": Case(
-        lambda: (TensorParallel(), {"mpu": TensorMpu()}),
-        lambda g: (torch.randn(2, 6, generator=g),), same_data=True,
+        _tensor_parallel, lambda g: (torch.randn(2, 6, generator=g),), same_data=True
     ),
     "autotp": Case(
         _llama, lambda g: (torch.randint(0, 16, (2, 5), generator=g),), same_data=True

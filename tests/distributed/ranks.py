@@ -72,6 +72,26 @@ class Ranks:
         self._folder.cleanup()
 
 
+class Pool:
+    """Ranks for many tests: started when they are asked for, and anew after a call that failed."""
+
+    def __init__(self, num_ranks: int, timeout_s: int = TIMEOUT_S) -> None:
+        self._arguments = (num_ranks, timeout_s)
+        self._ranks: Ranks | None = None
+
+    def get(self) -> Ranks:
+        if self._ranks is not None and not self._ranks.usable:
+            self.close()
+        if self._ranks is None:
+            self._ranks = Ranks(*self._arguments)
+        return self._ranks
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = None
+
+
 def _is_ready() -> bool:
     return True
 

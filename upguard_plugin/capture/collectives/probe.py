@@ -162,19 +162,27 @@ class CollectiveProbe:
                 "source": caller.source,
             },
         )
-        self._record_inputs(launch)
-        return None if caller.of_objects else launch
-
-    def _record_inputs(self, launch: _Launch) -> None:
-        """Of pickled objects the call alone: equal objects need not have equal pickles."""
+        if caller.of_objects:
+            self._record_call_of_objects(launch)
+            return None
         with torch.no_grad():
-            for buffer in launch.plan.inputs:
-                tensor, placement = _dense(buffer.tensor), self._placement_of(buffer)
-                if launch.caller.of_objects:
-                    tensor, placement = tensor.new_empty(0), None
+            for buffer in what.inputs:
                 self.recorder.record(
-                    launch.boundary, tensor, role="input", slot=buffer.slot,
-                    moment="launch", placement=placement, **launch.fields,
+                    boundary, _dense(buffer.tensor), role="input", slot=buffer.slot,
+                    moment="launch", placement=self._placement_of(buffer), **launch.fields,
+                )  # fmt: skip
+        return launch
+
+    def _record_call_of_objects(self, launch: _Launch) -> None:
+        """That it was called, with nothing inside: equal objects need not have equal pickles."""
+        for role, moment, buffers in (
+            ("input", "launch", launch.plan.inputs),
+            ("output", "completion", launch.plan.outputs),
+        ):
+            for buffer in buffers:
+                self.recorder.record(
+                    launch.boundary, buffer.tensor.new_empty(0), role=role, slot=buffer.slot,
+                    moment=moment, **launch.fields,
                 )  # fmt: skip
 
     @shielded
