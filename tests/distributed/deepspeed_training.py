@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+
+import upguard_plugin
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}}
 
@@ -170,6 +173,30 @@ def train_pipeline(training: Training) -> dict[str, Any]:
         getattr(engine, "undo", lambda: None)()
         engine.destroy()
     return {"weights": left}
+
+
+def train_ddp(training: Training) -> None:
+    """The same training by hand: DDP, torch's AdamW, torch's clipping."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(tiny())
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=OPTIMIZER["params"]["lr"])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    guard = upguard_plugin.enable(model, optimizer, training.upguard, layout={"dp": 2})
+    for _ in range(training.steps):
+        for microbatch in range(training.accumulation):
+            if training.accumulation > 1:
+                guard.microbatch(microbatch)
+            is_last = microbatch == training.accumulation - 1
+            with nullcontext() if is_last else model.no_sync():
+                loss = model(torch.randn(2, 4, generator=generator)).square().mean()
+                guard.scalar("loss", loss.detach())
+                (loss / training.accumulation).backward()
+        nn.utils.clip_grad_norm_(weights, 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.step()
+    guard.close()
 
 
 def whole(parameter: torch.Tensor, key: str | None = None) -> torch.Tensor | None:

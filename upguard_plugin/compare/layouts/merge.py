@@ -21,6 +21,8 @@ from upguard_plugin.trace.batch import NONE, EventBatch
 
 STATES = ("param", "grad", "main_grad", "master", "optimizer_state", "buffer", "rng")
 _SAID_BY_EVERY_RANK = ("scalar", "data", "sample")  # not split unless a placement says so
+_GRADIENTS = ("grad", "main_grad")
+_GRADIENT_LOOKS = frozenset(("grad_sync", role) for role in _GRADIENTS)
 _BACKWARD = ("backward", "recompute", "accumulate")
 
 # (phase, boundary, role, slot, moment), micro-batch, call
@@ -74,9 +76,13 @@ def merge_step(
     left_out: dict[Name, str] = {}
     for rank in sorted(batches):
         batch, dp = batches[rank], dp_index(layouts[rank])
+        first_look = _GRADIENT_LOOKS.isdisjoint((key.phase, key.role) for key in batch.keys)
         for row, number in enumerate(batch.key.tolist()):
             key = batch.keys[number]
             name = _name(key, batch, row, units, dp)
+            if first_look and name[0][0] == "clip" and key.role in _GRADIENTS and name[2] == 0:
+                # One rank has nothing to synchronise: its first look is the same one.
+                name = (("grad_sync", *name[0][1:]), *name[1:])
             if is_collective(key) or is_operator(key):
                 left_out[name] = "collectives and operators are those of a layout"
             elif key.role == "rng":
@@ -103,8 +109,6 @@ def _name(
 ) -> Name:
     microbatch, call, phase = int(batch.microbatch[row]), int(batch.call[row]), key.phase
     whole_step = key.role in STATES and phase != "accumulate"
-    if key.role in ("grad", "main_grad") and phase == "clip" and call == 0:
-        phase = "grad_sync"  # one rank has nothing to synchronise: its first look is the same one
     if whole_step and phase == "forward":
         call = 0  # a weight in use: the first use on each rank
     if not whole_step and not (microbatch == NONE and phase in ("start", "clip", "optimizer")):
