@@ -74,6 +74,17 @@ def prepare() -> Any:
     return deepspeed
 
 
+def allow_fp16(allowed: bool) -> None:
+    """Have DeepSpeed's accelerator say that this CPU can do fp16, or what it says by itself."""
+    prepare()
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    vars(accelerator).pop("is_fp16_supported", None)
+    if allowed:
+        accelerator.is_fp16_supported = lambda: True
+
+
 def make_engine(training: Training) -> Any:
     """The engine, its model from seed 0."""
     deepspeed = prepare()
