@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,6 +188,37 @@ def _tensor_parallel() -> tuple[nn.Module, dict[str, Any]]:
     return TensorParallel(mpu), {"mpu": mpu}
 
 
+class Recomputed(nn.Module):
+    """Two blocks under DeepSpeed's own activation checkpointing, each with two inputs."""
+
+    def __init__(self, mpu: Any = None) -> None:
+        super().__init__()
+        from deepspeed import checkpointing
+
+        checkpointing.configure(mpu, partition_activations=mpu is not None)
+        self._checkpoint, self._is_partitioned = checkpointing.checkpoint, mpu is not None
+        self.embed = nn.Linear(6, 6)  # what goes into a checkpoint must have a gradient
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        residual = (x * 2.0,)
+        if self._is_partitioned:  # DeepSpeed cannot partition two inputs that are alike
+            residual = ()
+        for layer in (self.first, self.second):
+            x = self._checkpoint(partial(_block, layer), x, *residual)
+        return x
+
+
+def _block(layer: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.tanh(layer(x)) + (x if residual is None else residual)
+
+
+def _partitioned() -> tuple[nn.Module, dict[str, Any]]:
+    mpu = TensorMpu()
+    return Recomputed(mpu), {"mpu": mpu}
+
+
 def _llama() -> tuple[nn.Module, dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -207,6 +239,10 @@ CASES = {
     "ulysses": Case(_ulysses, lambda g: (torch.randn(2, 4, 8, generator=g),)),
     "mpu": Case(
         _tensor_parallel, lambda g: (torch.randn(2, 6, generator=g),), same_data=True
+    ),
+    "recompute": Case(lambda: (Recomputed(), {}), lambda g: (torch.randn(2, 6, generator=g),)),
+    "recompute-partitioned": Case(
+        _partitioned, lambda g: (torch.randn(2, 6, generator=g),), same_data=True
     ),
     "autotp": Case(
         _llama, lambda g: (torch.randint(0, 16, (2, 5), generator=g),), same_data=True

@@ -51,6 +51,8 @@ AXES = {
     "ulysses": {"dp": 1, "cp": 2},
     "mpu": {"dp": 1, "tp": 2},
     "autotp": {"dp": 1, "tp": 2},
+    "recompute": {"dp": 2},
+    "recompute-partitioned": {"dp": 1, "tp": 2},
 }
 HYBRID = {  # on four ranks
     "experts-2": {"dp": 4, "ep": 2, "edp": 2},
@@ -73,6 +75,8 @@ EVERYDAY = {
     ("ulysses", 1, "fp32"),
     ("mpu", 2, "fp32"),
     ("autotp", 1, "fp32"),
+    ("recompute", 1, "fp32"),
+    ("recompute-partitioned", 2, "fp32"),
 }
 MATRIX = [
     pytest.param(
