@@ -24,3 +24,16 @@ def deepspeed_pool() -> Iterator[Pool]:
 def deepspeed_ranks(deepspeed_pool: Pool) -> Ranks:
     """Two ranks that import DeepSpeed once for all tests."""
     return deepspeed_pool.get()
+
+
+@pytest.fixture(scope="session")
+def parallel_pool() -> Iterator[Pool]:
+    pool = Pool(2, timeout_s=240)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def parallel_ranks(parallel_pool: Pool) -> Ranks:
+    """Two ranks for trainings that leave groups and modes of DeepSpeed behind."""
+    return parallel_pool.get()

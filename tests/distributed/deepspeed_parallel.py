@@ -203,7 +203,7 @@ class Recomputed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
         residual = (x * 2.0,)
-        if self._is_partitioned:  # DeepSpeed cannot partition two inputs that are alike
+        if self._is_partitioned:  # DeepSpeed 0.19.8 fails with two inputs here
             residual = ()
         for layer in (self.first, self.second):
             x = self._checkpoint(partial(_block, layer), x, *residual)

@@ -66,6 +66,22 @@ FAULTS = {
         Training(1),
         "0 - start optimizer.group0.lr scalar optimizer 0 1",
     ),
+    faults.weight_decay_is_ahead: (
+        Training(1),
+        "0 - start 0.weight master optimizer 0",
+    ),
+    faults.random_state_of_another_generator: (
+        Training(3),
+        "1 - start rng.torch_cpu rng rng 0 1",
+    ),
+    faults.step_counter_of_one_weight_runs_ahead: (
+        Training(0),
+        "1 - optimizer 3.weight optimizer_state optimizer 0 1",
+    ),
+    faults.step_is_skipped_without_an_overflow: (
+        Training(2, "bf16", config={"bf16": {"check_grad_overflow": True}}),
+        "1 - clip all_reduce input collective 0 1",  # of the norm, which nobody asks for
+    ),
     faults.one_accumulated_gradient_is_lost: (
         Training(1, accumulation=2),
         "0 1 accumulate 3.weight grad backward 0 1",

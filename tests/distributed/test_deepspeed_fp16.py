@@ -10,7 +10,8 @@ import importlib.util
 from itertools import product
 
 import pytest
-from deepspeed_runs import broken, last_events, merged, verdict
+from deepspeed_faults import loss_is_not_scaled
+from deepspeed_runs import answer, broken, last_events, merged, verdict
 from deepspeed_training import Training, allow_fp16, block, train
 from memory_trace import hash_of
 
@@ -84,3 +85,15 @@ def test_skipped_steps_are_marked_and_twins_are_identical(
     assert len(masters) == 5
     for name, whole in ends[0]["masters"].items():
         assert merged(masters[name]).h == hash_of(whole), name
+
+
+def test_a_loss_that_is_not_scaled_is_named(fp16_ranks, tmp_path):
+    for name, fault in (("baseline", None), ("faulty", loss_is_not_scaled)):
+        training = Training(
+            1, "fp16", config={"fp16": SCALING | {"initial_scale_power": 8}}, fault=fault,
+            upguard=block(tmp_path / name, program="faulty" if fault else "clean"),
+        )  # fmt: skip
+        fp16_ranks.run(train, training)
+
+    found = verdict(tmp_path / "baseline", tmp_path / "faulty").first_divergence
+    assert answer(found) == "0 - backward (root) grad_output backward 0 1"

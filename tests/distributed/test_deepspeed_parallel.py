@@ -22,18 +22,6 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = Pool(2, timeout_s=240)  # of their own: these trainings leave groups behind
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def two_ranks(pool):
-    return pool.get()
-
-
-@pytest.fixture(scope="module")
 def pool_of_four():
     pool = Pool(4, timeout_s=400)
     yield pool
@@ -103,9 +91,12 @@ def wholes(case, found):
 
 @pytest.mark.parametrize("case, stage, dtype", MATRIX)
 def test_twins_are_identical_and_merged_parts_are_the_whole(
-    two_ranks, tmp_path, case, stage, dtype
+    parallel_ranks, tmp_path, case, stage, dtype
 ):
-    check_twins(two_ranks, tmp_path, case, stage, dtype, AXES[case])
+    check_twins(parallel_ranks, tmp_path, case, stage, dtype, AXES[case])
+    keys = open_trace(tmp_path / "baseline").read(0, 0).keys
+    recomputed = {key.boundary for key in keys if key.phase == "recompute"}
+    assert recomputed == ({"first", "second"} if case.startswith("recompute") else set())
 
 
 @pytest.mark.long
