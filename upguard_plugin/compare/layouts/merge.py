@@ -23,6 +23,8 @@ from upguard_plugin.trace.batch import NONE, EventBatch
 
 STATES = ("param", "grad", "main_grad", "master", "optimizer_state", "buffer", "rng")
 _ENDS = {"input": min, "grad_input": min, "output": max, "grad_output": max}  # role -> its stage
+_GRADIENTS = ("grad", "main_grad")
+_GRADIENT_LOOKS = frozenset(("grad_sync", role) for role in _GRADIENTS)
 _BACKWARD = ("backward", "recompute", "accumulate")
 
 # (phase, boundary, role, slot, moment), micro-batch, call
@@ -63,11 +65,15 @@ def merge_step(
     for rank in sorted(batches):
         batch, dp = batches[rank], dp_index(layouts[rank])
         sums, stages = RankSums(batch), RankStages(layouts[rank])
+        first_look = _GRADIENT_LOOKS.isdisjoint((key.phase, key.role) for key in batch.keys)
         for row, number in enumerate(batch.key.tolist()):
             key = batch.keys[number]
             microbatch = int(batch.microbatch[row])
             place, boundary, call = stages.place(key, microbatch, int(batch.call[row]))
             name = _name(key, boundary, (microbatch, units[dp, microbatch]), call)
+            if first_look and name[0][0] == "clip" and key.role in _GRADIENTS and name[2] == 0:
+                # One rank has nothing to synchronise: its first look is the same one.
+                name = (("grad_sync", *name[0][1:]), *name[1:])
             if is_collective(key) or is_operator(key):
                 sums.finish(row, key)
                 left_out[name] = "collectives and operators are those of a layout"
@@ -95,8 +101,6 @@ def _name(key: EventKey, boundary: str, microbatches: tuple[int, int], call: int
     """microbatches: as the rank numbers them, and as both runs do."""
     microbatch, phase = microbatches[0], key.phase
     whole_step = key.role in STATES and phase != "accumulate"
-    if key.role in ("grad", "main_grad") and phase == "clip" and call == 0:
-        phase = "grad_sync"  # one rank has nothing to synchronise: its first look is the same one
     if whole_step and phase == "forward":
         call = 0  # a weight in use: the first use on each rank
     if not whole_step and not (microbatch == NONE and phase in ("start", "clip", "optimizer")):
