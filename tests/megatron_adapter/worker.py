@@ -24,7 +24,6 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from tests.megatron_adapter.checkpoints import load_weights, save_weights
-    from tests.megatron_adapter.faults import FAULTS
     from tests.megatron_adapter.gathered import gather
     from tests.megatron_adapter.gathered_activations import Watch
     from tests.megatron_adapter.model import build, train_step
