@@ -16,6 +16,7 @@ from upguard_plugin.compare.causes import cause_of, structure_of
 from upguard_plugin.compare.crew import Crew
 from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.layouts.logical import LogicalPair
+from upguard_plugin.compare.layouts.units import cut_otherwise
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
@@ -87,7 +88,7 @@ def compare_runs(
         coverage = _coverage(baseline, target, (), skipped)
         return _verdict(baseline, target, "incomparable", [refused], _NOTHING, coverage)
     refuse_other_runs(baseline, repeats)
-    if not layouts_differ(baseline, target):
+    if not layouts_differ(baseline, target) and not cut_otherwise(baseline, target):
         return _compare(baseline, target, question, team)
 
     def compare_alone() -> list[Verdict]:

@@ -8,30 +8,31 @@ Out: two `LogicalRun`s, which compare reads like any run: rank 0 holds the event
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from upguard_plugin.compare.layouts.merge import (
+    OTHER_GROUPS,
     LogicalEvent,
     LogicalStep,
     Name,
     dp_index,
+    is_of_a_sample,
     merge_step,
 )
+from upguard_plugin.compare.layouts.shares import ROUNDED, is_rounding
 from upguard_plugin.compare.layouts.units import Units
 from upguard_plugin.compare.run import Manifest, Run
 from upguard_plugin.records import EventKey, Layout
-from upguard_plugin.trace.batch import NONE, EventBatch, RankEnd, StepEntry
+from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
 
 LOGICAL_RANK = 0
 _MAX_NAMED = 5  # boundaries without a placement that a note names
 
 _OTHER_SHARES = "gradients are added up over other micro-batches on each rank"
-
-_OTHER_GROUPS = "the runs put the same samples into other micro-batches"
 
 
 @dataclass(slots=True)
@@ -92,16 +93,16 @@ class LogicalPair:
         indexes = [{r: dp_index(layout) for r, layout in side.items()} for side in self._layouts]
         units = Units(batches[0], batches[1], (indexes[0], indexes[1]))
         merged = [
-            merge_step(batches[0], self._layouts[0], units.baseline),
-            merge_step(batches[1], self._layouts[1], units.target),
+            merge_step(batches[side], self._layouts[side], places, units.joined, units.in_line)
+            for side, places in enumerate((units.baseline, units.target))
         ]
         lost = dict(merged[0].left_out) | dict(merged[1].left_out)
         names = [name for side in merged for name in side.events]
-        if units.baseline != units.target:
+        if units.baseline.number != units.target.number:
             lost |= {name: _OTHER_SHARES for name in names if _adds_up(name)}
-        if units.same_samples:  # else a batch that has no partner is the divergence
-            common = units.common | {NONE}
-            lost |= {name: _OTHER_GROUPS for name in names if name[1] not in common}
+        of_units = (name for name in names if name[1] in units.joined and not is_of_a_sample(name))
+        lost |= {name: OTHER_GROUPS for name in of_units if not _is_one_tensor(name, merged)}
+        lost |= {name: ROUNDED for name in names if _is_rounded(name, merged)}
         if (0, step) not in self._ranks:  # else the step is merged once more: it is counted
             self.left_out.add(lost)
         return self._batch(0, step, merged[0], lost), self._batch(1, step, merged[1], lost)
@@ -179,6 +180,22 @@ class LogicalRun:
         reason = next((end.reason for end in ends if not end.complete), "")
         notes = dict.fromkeys(note for end in ends for note in end.notes)
         return RankEnd(all(end.complete for end in ends), reason, tuple(notes))
+
+
+def _is_one_tensor(name: Name, merged: Sequence[LogicalStep]) -> bool:
+    """Whether both runs have a tensor of one shape for all samples of a unit: an expert's, say."""
+    found = [side.events.get(name) for side in merged]
+    return len({event.key.shape for event in found if event is not None}) == 1 and None not in found
+
+
+def _is_rounded(name: Name, merged: Sequence[LogicalStep]) -> bool:
+    """Whether the numbers are sums of other shares, and differ by their rounding only."""
+    one, other = (side.events.get(name) for side in merged)
+    if one is None or other is None or one.num_shares == other.num_shares:
+        return False
+    assert one.number is not None and other.number is not None
+    num_shares = max(one.num_shares, other.num_shares)
+    return is_rounding(one.number, other.number, num_shares, one.key.dtype)
 
 
 def _adds_up(name: Name) -> bool:
