@@ -49,9 +49,7 @@ class Mesh:
     @property
     def layout(self) -> dict[str, object]:
         """What `enable` is told."""
-        named = {
-            axis: self.group(axis) or self.size(axis) for axis in AXES if self.size(axis) > 1
-        }
+        named = {axis: self.group(axis) or self.size(axis) for axis in AXES if self.size(axis) > 1}
         return named | ({"ep": named["dp"]} if self.ep else {})
 
     def part(self, whole: Tensor, dim: int, axis: str) -> Tensor:

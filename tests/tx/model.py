@@ -91,7 +91,10 @@ class MoE(nn.Module):
         scores = self.gate(x)
         if self.mesh.ep:  # the tokens of all ranks, and then what becomes of this rank's own
             x, scores = (Gather.apply(part, self.mesh, "dp", 0, True) for part in (x, scores))
-        out = sum(scores[..., int(i), None] * expert(x) for i, expert in self.experts.items())
+        # A view for each: the gradient of a tensor that all of them read would be one sum.
+        out = sum(
+            scores[..., int(i), None] * expert(x.view_as(x)) for i, expert in self.experts.items()
+        )
         return Scatter.apply(out, self.mesh, "dp", 0) if self.mesh.ep else out
 
 

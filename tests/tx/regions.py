@@ -41,7 +41,7 @@ class _SumForward(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """The whole from the parts along a dim; the gradients of a part are summed, or its own taken."""
+    """The whole from the parts along a dim. Its gradients are summed, or each takes its own."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mesh: Mesh, axis: str, dim: int, sums: bool) -> Tensor:

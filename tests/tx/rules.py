@@ -35,7 +35,9 @@ def rules_of(mesh: Mesh) -> dict[str, Any]:
     }
     # Experts see the samples of all ranks: theirs are no samples of the micro-batch.
     experts = {
-        name.replace("*", "*.experts.*"): {role: spec.replace("b ", "t ") for role, spec in r.items()}
+        name.replace("*", "*.experts.*"): {
+            role: spec.replace("b ", "t ") for role, spec in r.items()
+        }
         for name, r in rules.items()
         if name in ("*.w1", "*.w2", "*.act", "*.enter", "*.leave")
     }
@@ -60,5 +62,5 @@ def _root(mesh: Mesh, inside: str, whole: dict[str, str]) -> dict[str, str]:
     last = mesh.index("pp") == mesh.size("pp") - 1
     return {
         **({"input": inside.removesuffix(" h")} if first else {}),
-        **({k: inside for k in ("output", "grad_output")} if last else {}),
+        **(dict.fromkeys(("output", "grad_output"), inside) if last else {}),
     }

@@ -128,9 +128,7 @@ def train(
                     guard.data("weights", weights)
                 loss = run_microbatch(model, tokens, weights, mesh)
                 if loss is not None:
-                    guard.observe(
-                        "loss", loss, role="scalar", phase="loss", placement="+dp +cp"
-                    )
+                    guard.observe("loss", loss, role="scalar", phase="loss", placement="+dp +cp")
             fault.gradients(model, mesh)
             sum_gradients(model, mesh, fault.summed)
             optimizer.step()

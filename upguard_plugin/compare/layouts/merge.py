@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from upguard_plugin.compare.keys import is_collective, is_operator
 from upguard_plugin.compare.layouts.shares import sum_of, value_of
 from upguard_plugin.compare.layouts.units import Place, SideUnits
+from upguard_plugin.compare.origin import ROOT
 from upguard_plugin.errors import PlacementError
 from upguard_plugin.placement_cover import check_cover
 from upguard_plugin.placement_grammar import parse_placement
@@ -89,6 +90,7 @@ def merge_step(
     left_out: dict[Name, str] = {}
     for rank in sorted(batches):
         batch, dp = batches[rank], dp_index(layouts[rank])
+        is_stage = _size(layouts[rank], "pp") > 1
         for row, number in enumerate(batch.key.tolist()):
             key, place = batch.keys[number], (dp, int(batch.microbatch[row]))
             name = _name(key, place, int(batch.call[row]), units)
@@ -96,6 +98,8 @@ def merge_step(
                 left_out[name] = "collectives and operators are those of a layout"
             elif key.role == "rng":
                 left_out[name] = "random states are those of a layout"
+            elif key.boundary == ROOT and is_stage:
+                left_out[name] = "the model of a rank is one of several stages"
             else:
                 parts.setdefault(name, []).append(Part(rank, row, batch, key, place))
     events = {}
