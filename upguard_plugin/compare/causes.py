@@ -214,6 +214,9 @@ def _unsynchronised(scene: Scene) -> tuple[Kind, str] | None:
     if key.phase == "grad_sync" and key.role in ("grad", "main_grad"):
         if len(pairs_of(scene.pairing, key.boundary, ("accumulate",), None)):
             return "collective", "after the gradients were synchronised, not before"
+        if scene.across_layouts and len(pairs_of(scene.pairing, None, ("backward",), None)):
+            # A rank has a share of it, which the other run does not have as such.
+            return "collective", "after the gradients were synchronised; all that flows is equal"
         return None
     if key.phase == "param_sync":
         return "collective", "after the update was shared between ranks, not before"

@@ -98,7 +98,7 @@ class LogicalPair:
         ]
         lost = dict(merged[0].left_out) | dict(merged[1].left_out)
         names = [name for side in merged for name in side.events]
-        if units.baseline.number != units.target.number:
+        if not units.same_order:
             lost |= {name: _OTHER_SHARES for name in names if _adds_up(name)}
         of_units = (name for name in names if name[1] in units.joined and not is_of_a_sample(name))
         lost |= {name: OTHER_GROUPS for name in of_units if not _is_one_tensor(name, merged)}

@@ -68,6 +68,8 @@ class Units:
             for number, places in enumerate(units)
             if not in_line[number] or any(len(one) > 1 for one in places)
         )
+        # Whether gradients that add up over micro-batches are sums of the same ones at any time.
+        self.same_order = _order(self.baseline) == _order(self.target)
         _number_others(baseline, dp_index[0], self.baseline, len(units))
         _number_others(target, dp_index[1], self.target, len(units))
 
@@ -85,6 +87,14 @@ def cut_otherwise(baseline: Run, target: Run) -> bool:
     sizes = [{place: len(samples) for place, samples in side.items()} for side in held]
     counts = [Counter(sample for _, _, sample in _in_order(side)) for side in held]
     return sizes[0] != sizes[1] and counts[0] == counts[1]
+
+
+def _order(side: SideUnits) -> list[list[int]]:
+    """The units of each micro-batch, in order."""
+    units: defaultdict[int, set[int]] = defaultdict(set)
+    for (_, microbatch), number in side.number.items():
+        units[microbatch].add(number)
+    return [sorted(units[microbatch]) for microbatch in sorted(units)]
 
 
 def _is_in_line(places: Sequence[Place], side: SideUnits) -> bool:
