@@ -126,10 +126,12 @@ class ExactGPT(nn.Module):
             self.ln_f, self.head = nn.RMSNorm(HIDDEN), Linear(HIDDEN, VOCABULARY)
         make_exact(self, layout=mesh.layout, placements=rules_of(mesh))
 
-    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, **more: Tensor) -> Tensor:
+        x = tokens  # or what the stage before gave
         if self.mesh.index("pp") == 0:
-            positions = self.mesh.part(torch.arange(x.shape[1] * self.mesh.size("cp")), 0, "cp")
-            x = self.embed(x) + self.pos(positions)
+            length = tokens.shape[1] * self.mesh.size("cp")
+            positions = self.mesh.part(torch.arange(length), 0, "cp")
+            x = self.embed(tokens) + self.pos(positions)
             x = self.mesh.part(x, 1, "tp") if self.mesh.sp else x
         for block in self.blocks.values():
             x = block(x, **more)

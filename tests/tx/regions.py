@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.tx.mesh import Mesh
 
 
-class _SumBackward(torch.autograd.Function):
+class SumBackward(torch.autograd.Function):
     """f: the identity whose gradient is summed over the ranks."""
 
     @staticmethod
@@ -26,7 +26,7 @@ class _SumBackward(torch.autograd.Function):
         return grad, None
 
 
-class _SumForward(torch.autograd.Function):
+class SumForward(torch.autograd.Function):
     """g: the sum over the ranks; its gradient is everybody's."""
 
     @staticmethod
@@ -90,7 +90,7 @@ class Enter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.mesh.sp:
             return Gather.apply(x, self.mesh, "tp", 1, True)
-        return _SumBackward.apply(x, self.mesh) if self.mesh.size("tp") > 1 else x
+        return SumBackward.apply(x, self.mesh) if self.mesh.size("tp") > 1 else x
 
 
 class Leave(Enter):
@@ -99,4 +99,4 @@ class Leave(Enter):
     def forward(self, x: Tensor) -> Tensor:
         if self.mesh.sp:
             return Scatter.apply(x, self.mesh, "tp", 1)
-        return _SumForward.apply(x, self.mesh) if self.mesh.size("tp") > 1 else x
+        return SumForward.apply(x, self.mesh) if self.mesh.size("tp") > 1 else x

@@ -7,13 +7,18 @@ from typing import Any
 from tests.tx.mesh import Mesh
 
 
-def rules_of(mesh: Mesh) -> dict[str, Any]:
-    """The placements of everything in TX."""
+def rules_of(mesh: Mesh, *, root: str = "") -> dict[str, Any]:
+    """The placements of everything in TX.
+
+    root: what goes in and out of a model that is only a part of it.
+    """
+    batch = samples_of(mesh)
     cp = ("cp:zigzag" if mesh.zigzag else "cp") if mesh.size("cp") > 1 else ""
-    inside = f"b s[{cp}]" if cp else "b s"  # of a tensor-parallel region
+    positions = f"s[{cp}]" if cp else "s"
+    inside = f"{batch} {positions}"  # of a tensor-parallel region
     outside = inside
     if mesh.sp:
-        outside = f"b s[{cp},tp]" if cp else "b s[tp]"
+        outside = f"{batch} s[{cp},tp]" if cp else f"{batch} s[tp]"
     whole = _same(f"{outside} h")
     rows = _grads(f"{inside} h", f"{inside} o[tp]", f"{inside} h +tp", f"{inside} o[tp]")
     columns = _grads(f"{inside} o[tp]", f"{inside} h +tp", f"{inside} o[tp]", f"{inside} h")
@@ -28,20 +33,22 @@ def rules_of(mesh: Mesh) -> dict[str, Any]:
         "*.enter": _grads(f"{outside} h", f"{inside} h", f"{outside} h", f"{inside} h +tp"),
         "*.leave": _grads(f"{inside} h +tp", f"{outside} h", f"{inside} h", f"{outside} h"),
         "embed": _embedding(f"{inside} h", mesh.sp),
-        "pos": {"input": inside.removeprefix("b "), "output": inside.removeprefix("b ") + " h"},
+        "pos": {"input": positions, "output": f"{positions} h"},
         "head": _same(f"{inside} h"),
-        "(root)": _root(mesh, f"{inside} h", whole),
+        "(root)": {"input": root, "output": root} if root else _root(mesh, f"{inside} h"),
         "*": whole,
     }
     # Experts see the samples of all ranks: theirs are no samples of the micro-batch.
     experts = {
-        name.replace("*", "*.experts.*"): {
-            role: spec.replace("b ", "t ") for role, spec in r.items()
-        }
-        for name, r in rules.items()
-        if name in ("*.w1", "*.w2", "*.act", "*.enter", "*.leave")
+        f"*.experts.{name}": {role: spec.replace(batch, "t") for role, spec in rules[name].items()}
+        for name in ("*.w1", "*.w2", "*.act", "*.enter", "*.leave")
     }
-    return experts | {"*.experts.?": _same("t" + outside[1:] + " h")} | rules
+    return experts | {"*.experts.?": _same(f"{outside} h".replace(batch, "t"))} | rules
+
+
+def samples_of(mesh: Mesh) -> str:
+    """The dim that counts samples."""
+    return "b[dp]" if mesh.size("dp") > 1 else "b"
 
 
 def _same(spec: str) -> dict[str, str]:
@@ -56,7 +63,7 @@ def _embedding(spec: str, sp: bool) -> dict[str, str]:
     return {"input": spec.removesuffix(" h"), "output": spec, "grad_output": spec + " +tp" * sp}
 
 
-def _root(mesh: Mesh, inside: str, whole: dict[str, str]) -> dict[str, str]:
+def _root(mesh: Mesh, inside: str) -> dict[str, str]:
     """Tokens go in and logits come out; between stages, activations."""
     first = mesh.index("pp") == 0
     last = mesh.index("pp") == mesh.size("pp") - 1

@@ -172,6 +172,8 @@ def _random(scene: Scene) -> tuple[Kind, str] | None:
     named = key.operator or key.boundary.rpartition(".")[2]
     parted = rng_parted(scene)
     if draws == "unknown" and key.role == "output" and _RANDOM.search(named):
+        if scene.across_layouts:
+            return "rng", "with equal inputs: a layout-dependent random op, ranks draw their own"
         other = parted is not False
         return ("rng", "with equal inputs: it drew other random numbers") if other else None
     if draws == "unknown" and parted and baseline_draws(scene) and not _is_quiet(key):
