@@ -19,6 +19,7 @@ from upguard_plugin.records import ROLES, Axis, Layout, Placement
 # Full replicas over an axis called `dp` where nothing else is said. Activations are not: each rank
 # has its own samples.
 STATE_ROLES = frozenset({"param", "grad", "main_grad", "master", "optimizer_state", "buffer"})
+EXPERT_AXES = ("ep", "etp", "edp")  # of the mesh that experts are spread over
 SAMPLES = "b"  # the name of a dim that counts samples
 _GRADIENTS = frozenset({"grad_input", "grad_output"})
 
@@ -47,7 +48,8 @@ def layout_of(layout: Layout | Mapping[str, Any] | None, rank: int, world_size: 
                 f"the group of axis {name!r} does not hold this rank",
                 evidence={"rank": rank, "group": list(ranks)},
             )
-        axes.append(Axis(name, len(ranks), ranks.index(rank), ranks))
+        mesh = "expert" if name in EXPERT_AXES else "dense"
+        axes.append(Axis(name, len(ranks), ranks.index(rank), ranks, mesh))
     return Layout(tuple(axes))
 
 

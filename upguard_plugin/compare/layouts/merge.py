@@ -105,8 +105,8 @@ def merge_step(
     events = {}
     for name, found in parts.items():
         try:
-            if name[1] in joined and not is_of_a_sample(name):
-                _check_is_whole(found, name[1] in in_line)
+            if name[1] != NONE and not is_of_a_sample(name):
+                _check_is_whole(found, name[1] in joined, name[1] in in_line)
             if name[0][0] == "accumulate":
                 _check_is_summed(found)
             events[name] = _merged(name, found, layouts)
@@ -152,12 +152,18 @@ def is_of_a_sample(name: Name) -> bool:
     return role == "sample" or (slot.endswith("]") and _OF_A_SAMPLE.fullmatch(slot) is not None)
 
 
-def _check_is_whole(parts: Sequence[Part], in_line: bool) -> None:
+def _check_is_whole(parts: Sequence[Part], joined: bool, in_line: bool) -> None:
     """Raises PlacementError unless the tensor is that of all samples of a unit, in order."""
     if _summed_axes(parts[0]):
         return
-    sharded = all(p.key.placement is not None and "dp" in p.key.placement.sharded for p in parts)
-    if not in_line or (len({part.place for part in parts}) > 1 and not sharded):
+    several = len({part.place for part in parts}) > 1
+    placements = [part.key.placement for part in parts]
+    cut = all(placement is not None and "dp" in placement.sharded for placement in placements)
+    if not joined and not cut:
+        return
+    # Of a batch, its samples tell more: the ranks that have an other one.
+    is_batch = several and parts[0].key.role == "data"
+    if not in_line or several != cut or is_batch:
         raise PlacementError(OTHER_GROUPS)
 
 
