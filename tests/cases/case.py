@@ -46,6 +46,11 @@ class Case:
     waits: str = ""  # what of the report's row is not asked yet
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """Of `upguard compare`: pairs across layouts are of the exact model."""
+        return () if self.baseline_ranks is None else ("--exact",)
+
+    @property
     def is_across_layouts(self) -> bool:
         return self.whole is not None or self.baseline_ranks is not None
 
@@ -81,9 +86,9 @@ def train_one(module: str, variant: str, output: str) -> None:
     record(import_module(module).CASE, variant, Path(output))
 
 
-def verdict_of(baseline: Path, target: Path) -> dict[str, Any]:
+def verdict_of(baseline: Path, target: Path, *options: str) -> dict[str, Any]:
     """What `upguard compare` says of two runs."""
-    return _run("compare", str(baseline), str(target))
+    return _run("compare", str(baseline), str(target), *options)
 
 
 def check_of(run: Path) -> dict[str, Any]:

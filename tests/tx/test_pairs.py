@@ -29,10 +29,9 @@ TP2_EP2, CP2_PP2 = {"tp": 2, "dp": 2, "ep": True}, {"cp": 2, "zigzag": True, "pp
 OF_A_LAYOUT = {
     "collectives and operators are those of a layout",
     "random states are those of a layout",
-    "partial sums over tp",
+    "partial sums over tp, recorded without sketches",
     "gradients that the ranks have not summed yet",
     "gradients are added up over other micro-batches on each rank",
-    "the model of a rank is one of several stages",
     "the runs put the same samples into other micro-batches",
     "ranks hold other values, and no placement says how they belong together",  # group sizes
 }
@@ -62,9 +61,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, recordings: Recordings) -
     return run
 
 
+def exact_verdict(baseline: Path, target: Path) -> dict[str, Any]:
+    """What `upguard compare --exact` says."""
+    return verdict_of(baseline, target, "--exact")
+
+
 def reasons_of(verdict: Mapping[str, Any]) -> dict[str, str]:
     """Why events were left out, with the boundaries."""
     notes = [note for note in verdict["notes"] if note.startswith("not compared: ")]
+    notes = [note.replace(" (sketch: true)", "") for note in notes]
     parts = [note.removeprefix("not compared: ").split(" events, ", 1)[1] for note in notes]
     return {reason: where for reason, _, where in (part.partition(": ") for part in parts)}
 
@@ -99,7 +104,7 @@ def name_of(pair: Any) -> str | None:
 def test_two_layouts_agree_on_everything(recorded, baseline, theirs, target, ours, num_events):
     runs = recorded(baseline, microbatches=theirs), recorded(target, microbatches=ours)
 
-    there, back = verdict_of(*runs), verdict_of(*reversed(runs))
+    there, back = exact_verdict(*runs), exact_verdict(*reversed(runs))
 
     for verdict in (there, back):
         assert verdict["verdict"] == "identical", verdict["first_divergence"]
@@ -128,7 +133,7 @@ def test_experts_on_one_rank_and_on_two_agree(recorded, baseline, theirs, target
         recorded(target, microbatches=ours, moe=True),
     )
 
-    for verdict in (verdict_of(*runs), verdict_of(*reversed(runs))):
+    for verdict in (exact_verdict(*runs), exact_verdict(*reversed(runs))):
         assert verdict["verdict"] == "identical", verdict["first_divergence"]
         assert verdict["coverage"]["compared"] >= num_events
         check_reasons(reasons_of(verdict))
@@ -258,7 +263,7 @@ def test_a_fault_of_a_layout_is_named_exactly(recorded, fault, sizes, how, answe
     microbatches = how.get("microbatches", 1) if "pp" in sizes else 1
     baseline = recorded(ONE, microbatches=microbatches, moe=how.get("moe", False))
 
-    verdict = verdict_of(baseline, recorded(sizes, fault, **how))
+    verdict = exact_verdict(baseline, recorded(sizes, fault, **how))
 
     found = verdict["first_divergence"]
     assert first_is(verdict, {"step": 0, **answer}), found
