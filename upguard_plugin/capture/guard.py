@@ -272,9 +272,10 @@ class Guard:
         elif placement is None:
             placement = self.placement(boundary, role, slot, tensor)
         call = self.position.next_call(f"{boundary}:{role}:{slot}")
+        is_number = role == "scalar" and tensor.is_cpu and tensor.numel() == 1
         self.recorder.record(
             boundary, tensor, role=role, slot=slot, phase=phase, operator=operator,
-            placement=placement, call=call,
+            placement=placement, call=call, value=_number_in(tensor) if is_number else None,
         )  # fmt: skip
 
     def close(self) -> None:
