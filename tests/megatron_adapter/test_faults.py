@@ -8,6 +8,9 @@ import pytest
 
 from tests.bugs.training import compare, found
 from tests.megatron_adapter.jobs import FAULT_STEP, Job, train
+from upguard_plugin.compare.selection import Selection
+from upguard_plugin.invariants.check import check_run
+from upguard_plugin.trace.reader import open_trace
 
 pytestmark = pytest.mark.megatron
 pytest.importorskip("megatron.core")
@@ -149,6 +152,25 @@ def test_a_fault_is_named(runs, fault):
     verdict = compare(runs / layout, runs / fault)
 
     assert found(verdict, "step", "phase", "boundary", "kind") == place
+
+
+@pytest.mark.parametrize(
+    ("fault", "parameter"),
+    [
+        ("final_norm_unmarked", f"{_NORM}.weight"),
+        pytest.param("router_unmarked", f"{_LAYER}.mlp.router.weight", marks=pytest.mark.long),
+        pytest.param(
+            "head_norm_not_summed", _HEAD.removesuffix(".main_grad"), marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_sum_that_is_left_out_shows_in_the_run_alone(runs, fault, parameter):
+    """Ranks have other gradients of what they hold copies of."""
+    broken = check_run(open_trace(runs / fault), Selection()).broken
+
+    first = broken[0]
+    found = (first.invariant, first.step, first.phase, first.boundary, first.role)
+    assert found == ("replicas-agree", 1, "grad_sync", parameter, "main_grad")
 
 
 def test_faults_cover_the_catalogue():
