@@ -136,7 +136,9 @@ class Tainted(Model):
     """The region in which sums were taken in another order. Set across layouts only."""
 
     origin: EventRef = Field(alias="from")
-    boundaries: int = Field(description="events in it that are unequal by rounding")
+    boundaries: int = Field(
+        description="events in it, before any divergence, that are unequal by rounding"
+    )
     largest_in_eps: float = Field(
         description="of these; epsilons of the coarsest dtype that their values went through"
     )
@@ -164,7 +166,7 @@ class Coverage(Model):
     unmatched_target: int
     not_comparable: int
     tainted: int = Field(
-        default=0, description="pairs among the compared that are unequal by rounding"
+        default=0, description="pairs before any divergence that are unequal by rounding"
     )
     filtered: int
     noise: int

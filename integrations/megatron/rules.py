@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HIDDEN = "{S} {B} h"
-ROTARY = "{C} x y d"
+ROTARY = "{C} x y d"  # angles of the positions, the same for all samples and heads
 
 
 @dataclass(frozen=True, slots=True)

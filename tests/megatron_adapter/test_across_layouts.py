@@ -24,14 +24,15 @@ ONE = {
 }
 ONE |= {f"gated-{dtype}": replace(GATED, dtype=dtype) for dtype in ("fp32", "bf16")}
 ONE["deep-fp32"] = replace(PLAIN, layers=4)
+ONE["long-fp32"] = replace(PLAIN, num_microbatches=4)
 LAYOUTS = {
     "tp2": {"tp": 2},
     "sp2": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
     "vpp2": {"pp": 2, "vpp": 2},
-    "dp2": {"num_microbatches": 1},
+    "dp2": {"num_microbatches": 2},
 }
-SUMMED = [f"tp2-{name}" for name in ONE] + ["sp2-fp32-1", "sp2-bf16-1", "dp2-fp32-1"]
+SUMMED = [f"tp2-{name}" for name in ONE] + ["sp2-fp32-1", "sp2-bf16-1", "dp2-long-fp32"]
 STAGED = [f"pp2-{name}" for name in ONE] + ["vpp2-deep-fp32"]
 SHORT = ("tp2-fp32-0", "tp2-bf16-0", "pp2-fp32-0", "tp2-loaded", "pp2-loaded")
 
@@ -91,7 +92,7 @@ def test_sums_in_another_order_are_rounding(runs, name):
     assert verdict["verdict"] == "identical", verdict["first_divergence"]
     place = tuple(verdict["tainted"]["from"][key] for key in ("step", "boundary", "role"))
     if name.startswith("dp2"):
-        assert place[::2] == (0, "main_grad")
+        assert place[::2] == (0, "main_grad")  # summed over micro-batches in another order
     else:  # all before it is equal: weights, data, embeddings, the first column-parallel layer
         assert place == (0, "decoder.layers.0.self_attention.linear_proj", "output")
     assert verdict["coverage"]["tainted"] == verdict["tainted"]["boundaries"] > 200

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from upguard_plugin.capture.checkpoints import CheckpointProbe
 from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.owners import ParameterOwner
@@ -132,6 +133,7 @@ class Guard:
         self.placements = placements
         self.states = StateProbe(self)
         self.batches = DataProbe(self)
+        self.checkpoints = CheckpointProbe(self)  # adapters say there what they know of formats
         self.mark: str | None = None  # what an adapter says of the step that ends, see `step`
         self._begun = False  # whether the state at the start of this step has been recorded
         self._closed = False
@@ -146,7 +148,7 @@ class Guard:
     def attach(self) -> None:
         """Hook all probes of the config's level in."""
         # In this order: a root module's batch is recorded before its own events.
-        self.probes = [self.states, self.batches, ModuleProbe(self)]
+        self.probes = [self.states, self.batches, ModuleProbe(self), self.checkpoints]
         if torch.distributed.is_available() and not CollectiveProbe.in_use():
             self.collectives = self._collective_probe()
             self.probes.append(self.collectives)

@@ -15,6 +15,7 @@ from math import isnan
 
 from upguard_plugin.compare.keys import is_collective, is_operator
 from upguard_plugin.compare.layouts.parts import Part, Whole, whole_of
+from upguard_plugin.compare.layouts.stages import RankStages
 from upguard_plugin.compare.layouts.sums import RankSums, Sizes
 from upguard_plugin.errors import PlacementError
 from upguard_plugin.records import EventKey, Layout
@@ -22,6 +23,8 @@ from upguard_plugin.trace.batch import NONE, EventBatch
 
 STATES = ("param", "grad", "main_grad", "master", "optimizer_state", "buffer", "rng")
 _ENDS = {"input": min, "grad_input": min, "output": max, "grad_output": max}  # role -> its stage
+_GRADIENTS = ("grad", "main_grad")
+_GRADIENT_LOOKS = frozenset(("grad_sync", role) for role in _GRADIENTS)
 _BACKWARD = ("backward", "recompute", "accumulate")
 
 # (phase, boundary, role, slot, moment), micro-batch, call
@@ -61,17 +64,23 @@ def merge_step(
     left_out: dict[Name, str] = {}
     for rank in sorted(batches):
         batch, dp = batches[rank], dp_index(layouts[rank])
-        sums = RankSums(batch)
+        sums, stages = RankSums(batch), RankStages(layouts[rank])
+        first_look = _GRADIENT_LOOKS.isdisjoint((key.phase, key.role) for key in batch.keys)
         for row, number in enumerate(batch.key.tolist()):
             key = batch.keys[number]
-            name = _name(key, batch, row, units, dp)
+            microbatch = int(batch.microbatch[row])
+            place, boundary, call = stages.place(key, microbatch, int(batch.call[row]))
+            name = _name(key, boundary, (microbatch, units[dp, microbatch]), call)
+            if first_look and name[0][0] == "clip" and key.role in _GRADIENTS and name[2] == 0:
+                # One rank has nothing to synchronise: its first look is the same one.
+                name = (("grad_sync", *name[0][1:]), *name[1:])
             if is_collective(key) or is_operator(key):
                 sums.finish(row, key)
                 left_out[name] = "collectives and operators are those of a layout"
             elif key.role == "rng":
                 left_out[name] = "random states are those of a layout"
             else:
-                part = Part(rank, row, batch, key, sums.behind(row, key))
+                part = Part(rank, row, batch, key, place, sums.behind(row, key))
                 parts.setdefault(name, []).append(part)
     events = {}
     for name, found in parts.items():
@@ -88,50 +97,45 @@ def dp_index(layout: Layout) -> int:
     return 0 if axis is None else axis.index
 
 
-def _name(
-    key: EventKey, batch: EventBatch, row: int, units: Mapping[tuple[int, int], int], dp: int
-) -> Name:
-    microbatch, call, phase = int(batch.microbatch[row]), int(batch.call[row]), key.phase
+def _name(key: EventKey, boundary: str, microbatches: tuple[int, int], call: int) -> Name:
+    """microbatches: as the rank numbers them, and as both runs do."""
+    microbatch, phase = microbatches[0], key.phase
     whole_step = key.role in STATES and phase != "accumulate"
-    if key.role in ("grad", "main_grad") and phase == "clip" and call == 0:
-        phase = "grad_sync"  # one rank has nothing to synchronise: its first look is the same one
     if whole_step and phase == "forward":
         call = 0  # a weight in use: the first use on each rank
     if not whole_step and not (microbatch == NONE and phase in ("start", "clip", "optimizer")):
-        microbatch = units[dp, microbatch]
+        microbatch = microbatches[1]
     elif whole_step:
         microbatch = NONE
-    return (phase, key.boundary, key.role, key.slot, key.moment), microbatch, call
+    return (phase, boundary, key.role, key.slot, key.moment), microbatch, call
 
 
 def _merged(name: Name, parts: Sequence[Part], layouts: Mapping[int, Layout]) -> LogicalEvent:
     """Raises PlacementError, with the reason as its sentence, if the parts make no whole."""
-    (phase, *_), microbatch, call = name
-    parts = _of_stage(parts, layouts)
+    (phase, boundary, *_), microbatch, call = name
+    parts = _at_its_end(parts)
     first = parts[0]
     whole = whole_of(parts, layouts)
-    key = replace(first.key, phase=phase, shape=whole.shape, placement=None, group=None, op=None)
+    key = replace(
+        first.key, phase=phase, boundary=boundary, shape=whole.shape,
+        placement=None, group=None, op=None,
+    )  # fmt: skip
     sums = max((part.sums for part in parts), key=len)
     if whole.num_summands > 1:
         sums = (*sums, whole.num_summands)
     return LogicalEvent(
-        key, microbatch, call, whole, _number(first), _order(phase, microbatch, first, layouts),
+        key, microbatch, call, whole, _number(first), _order(phase, microbatch, first),
         tuple(sorted({part.rank for part in parts})), sums,
     )  # fmt: skip
 
 
-def _of_stage(parts: Sequence[Part], layouts: Mapping[int, Layout]) -> Sequence[Part]:
-    """What enters and leaves a module that is cut into stages, as the model or its decoder."""
+def _at_its_end(parts: Sequence[Part]) -> Sequence[Part]:
+    """What enters or leaves a module that is cut into stages, as the model or its decoder."""
     end = _ENDS.get(parts[0].key.role)
     if end is None:
         return parts
-    stage = end(_stage(layouts[part.rank]) for part in parts)
-    return [part for part in parts if _stage(layouts[part.rank]) == stage]
-
-
-def _stage(layout: Layout) -> int:
-    axis = layout.axis("pp")
-    return 0 if axis is None else axis.index
+    place = end(part.place for part in parts)
+    return [part for part in parts if part.place == place]
 
 
 def _number(part: Part) -> float | None:
@@ -140,13 +144,14 @@ def _number(part: Part) -> float | None:
     return float(part.batch.value[part.row])
 
 
-def _order(phase: str, microbatch: int, part: Part, layouts: Mapping[int, Layout]) -> Order:
+def _order(phase: str, microbatch: int, part: Part) -> Order:
     """Where the event stands in the step of a run on one rank: stages in line."""
-    stage = _stage(layouts[part.rank])
+    place = (part.place.chunk, part.place.stage)
     seq = int(part.batch.seq[part.row])
     if phase == "start":
-        return (0, 0, 0, stage, seq)
+        return (0, 0, 0, *place, seq)
     if microbatch != NONE or phase in ("forward", "eval"):
-        backward = phase in _BACKWARD
-        return (1, max(microbatch, 0), int(backward), -stage if backward else stage, seq)
-    return (2, 0, 0, stage, seq)
+        if phase in _BACKWARD:
+            place = (-place[0], -place[1])
+        return (1, max(microbatch, 0), int(phase in _BACKWARD), *place, seq)
+    return (2, 0, 0, *place, seq)

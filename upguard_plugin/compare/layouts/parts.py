@@ -10,6 +10,7 @@ they do, and a fingerprint that only equal partial sums share.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from upguard_plugin.compare.layouts.stages import Place
 from upguard_plugin.errors import PlacementError
 from upguard_plugin.placement import parse_placement
 from upguard_plugin.placement_cover import check_cover
@@ -28,6 +30,7 @@ Floats = npt.NDArray[np.float64]
 Value = tuple[int, int]  # h and s
 
 _SAID_BY_EVERY_RANK = ("scalar", "data", "sample")  # not split unless a placement says so
+_TENSOR = re.compile(r"b?float|complex|q?u?int|bool|bits")  # how the dtypes of tensors begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Part:
     row: int
     batch: EventBatch
     key: EventKey
+    place: Place
     sums: tuple[int, ...] = ()  # sizes of the groups whose sums went into it
 
     @property
@@ -162,7 +166,8 @@ def _unplaced(parts: Sequence[Part], layouts: Mapping[int, Layout]) -> Value:
     shapes = {part.key.shape for part in parts}
     if len(parts) == 1 and _is_whole(layouts[parts[0].rank]):
         return parts[0].value
-    if key.role in _SAID_BY_EVERY_RANK and len(shapes) == 1:
+    is_setting = not key.shape or _TENSOR.match(key.dtype) is None  # a number, a word, None
+    if (key.role in _SAID_BY_EVERY_RANK or is_setting) and len(shapes) == 1:
         if len(values) == 1:
             return parts[0].value
         raise PlacementError(

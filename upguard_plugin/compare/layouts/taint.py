@@ -75,9 +75,10 @@ class Taint:
         self._began: dict[tuple[str, str], Floats] = {}  # sketches of weights in the first step
         self._flows: dict[tuple[str, int], float] = {}  # module, micro-batch -> gradient's norm
         self._cancelled: set[str] = set()  # parameters whose gradients are rounding alone
+        self._has_parted = False  # what follows from a fault is no measure of rounding
         self.origin: Judged | None = None
         self.farthest: list[Judged] = []
-        self.beyond: Judged | None = None  # the first that rounding does not explain
+        self.beyond: Judged | None = None  # rounding does not explain it, and nothing before it
         self.num_updates = 0
 
     def judged(self, step: int, target_step: int, pairing: Pairing) -> Pairing:
@@ -125,6 +126,7 @@ class Taint:
                 break  # a divergence: no region begins
             verdict = self._one(step, row, baseline, target)
             unjudged[pair], rounding[pair] = verdict is None, bool(verdict)
+            self._has_parted |= verdict is False
             if self.origin is None and verdict is False:
                 break
         return rounding, unjudged
@@ -159,9 +161,12 @@ class Taint:
         if self._follows(ours, found):
             pass  # how far weights are apart says nothing of the steps behind
         elif share <= allowed:
-            self.farthest = sorted([*self.farthest, judged], key=lambda j: -j.in_eps)[:_MAX_LISTED]
+            if not self._has_parted:
+                listed = sorted([*self.farthest, judged], key=lambda one: -one.in_eps)
+                self.farthest = listed[:_MAX_LISTED]
         elif not self._cancels(ours, found, allowed):
-            self.beyond = self.beyond or judged
+            if not self._has_parted:
+                self.beyond = judged
             return False
         self.origin = self.origin or judged
         self._epsilon = epsilon
