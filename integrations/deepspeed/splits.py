@@ -44,8 +44,9 @@ def _split_spec(parameter: Any) -> str | None:
     if not any(getattr(parameter, mark, False) for mark in _MARKS):
         return "*"
     dim = getattr(parameter, "partition_dim", None)
-    is_plain = isinstance(dim, int) and getattr(parameter, "partition_stride", 1) == 1
-    return _split_at(dim, _num_dims(parameter), "tp") if is_plain else None
+    if not isinstance(dim, int) or getattr(parameter, "partition_stride", 1) != 1:
+        return None
+    return _split_at(dim, _num_dims(parameter), "tp")
 
 
 def _described_spec(described: Mapping[str, Any]) -> str | None:

@@ -511,6 +511,20 @@ def test_a_boundary_names_its_group_and_what_is_in_the_buffer(two_ranks: Ranks) 
         ]
 
 
+def deprecated() -> list[str | None]:
+    """torch 2.13 wraps these two in `@deprecated`; older versions do not."""
+    one, two = torch.ones(2), torch.ones(4)
+    with record_collectives() as trace:
+        dist.all_gather_into_tensor(two, one)
+        dist.reduce_scatter_tensor(one, two)
+    return [row.source for row in trace.rows]
+
+
+def test_the_line_that_called_is_the_users_also_through_a_wrapper(two_ranks: Ranks) -> None:
+    for sources in two_ranks.run(deprecated):
+        assert sources == ["test_collectives.py"] * 6
+
+
 def sparse() -> list[int]:
     indices = torch.tensor([[0, 2, 2]]) if dist.get_rank() == 0 else torch.tensor([[1]])
     values = torch.ones(indices.shape[1], 2)

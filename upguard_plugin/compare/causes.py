@@ -285,6 +285,8 @@ def _how_we_know(scene: Scene, inputs_equal: bool | None, producer: int | None) 
         )
     if inputs_equal:
         return "although its inputs are equal"
+    if scene.pairing.rounds.any():
+        return "by more than rounding explains; what is recorded before it does not"
     if inputs_equal is False:
         return "and so do its inputs, which lie outside of what was asked for"
     if key.role in ("input", "grad_output"):

@@ -25,7 +25,7 @@ from upguard_plugin.compare.pieces import Piece, Progress, scan_pieces, shares_o
 from upguard_plugin.compare.ranks import Origin
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request
-from upguard_plugin.compare.steps import RankSteps, steps_behind
+from upguard_plugin.compare.steps import Judge, RankSteps, as_it_is, steps_behind
 from upguard_plugin.compare.team import Team
 from upguard_plugin.verdict import Divergence, EventRef
 
@@ -33,7 +33,15 @@ from upguard_plugin.verdict import Divergence, EventRef
 class Crew:
     """One process of the team, with the pieces that it compares."""
 
-    def __init__(self, baseline: Run, target: Run, ranks: Sequence[int], team: Team) -> None:
+    def __init__(
+        self,
+        baseline: Run,
+        target: Run,
+        ranks: Sequence[int],
+        team: Team,
+        judge: Judge = as_it_is,
+    ) -> None:
+        self._judge = judge
         self._runs = (baseline, target)
         self._ranks = ranks
         self._team = team
@@ -47,7 +55,7 @@ class Crew:
 
         def open_pieces() -> list[None]:
             for share in shares_of(self._ranks, team.index, team.size):
-                steps = RankSteps(*self._runs, share.rank, lag)
+                steps = RankSteps(*self._runs, share.rank, lag, judge=self._judge)
                 self._pieces[share.rank] = Piece.of(share, steps, noise, request)
             return []
 

@@ -19,6 +19,7 @@ from types import FrameType
 import torch
 
 import upguard_plugin
+from upguard_plugin.capture.frames import WRAPPERS
 from upguard_plugin.records import Source
 
 _TORCH_FOLDER = Path(torch.__file__).parent
@@ -29,6 +30,7 @@ _C10D = str(_TORCH_FOLDER / "distributed" / "distributed_c10d.py")
 _OF_OBJECTS = ("_object", "_object_list")  # how torch's functions that pickle end
 _DDP = str(_TORCH_FOLDER / "nn" / "parallel" / "distributed.py")
 _OPERATORS = str(_TORCH_FOLDER / "_ops.py")
+_NOT_THE_USERS = (_TORCH, "<", *WRAPPERS)
 # Code whose reductions in backward are the synchronisation of gradients.
 _GRADIENT_CODE = (
     "/torch/distributed/fsdp/",
@@ -76,7 +78,7 @@ def find_caller(*, with_factor: bool = False) -> Caller:
             of_objects = True
         if with_factor and factor is None:
             factor = getattr(frame.f_locals.get("op"), "factor", None)
-        if source is None and not path.startswith((_TORCH, "<")):
+        if source is None and not path.startswith(_NOT_THE_USERS):
             source = _source(path, frame.f_lineno)
         below_autograd = below_autograd or path == _AUTOGRAD
         if below_autograd and source is not None:
