@@ -79,7 +79,7 @@ def merge_step(
     left_out: dict[Name, str] = {}
     for rank in sorted(batches):
         batch, dp = batches[rank], dp_index(layouts[rank])
-        sums, stages = RankSums(batch), RankStages(layouts[rank])
+        sums, stages = RankSums(batch, layouts[rank]), RankStages(layouts[rank])
         first_look = _GRADIENT_LOOKS.isdisjoint((key.phase, key.role) for key in batch.keys)
         for row, number in enumerate(batch.key.tolist()):
             key = batch.keys[number]
