@@ -20,12 +20,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.checkpoints import CheckpointProbe
 from upguard_plugin.capture.collectives import CollectiveProbe
-from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.models import named_models
@@ -158,13 +156,8 @@ class Guard:
         atexit.register(self._close_at_exit)
 
     def _collective_probe(self) -> CollectiveProbe:
-        reducers = [
-            ReducerBuckets(model, self.names.of)
-            for _, model in self.models
-            if isinstance(model, DistributedDataParallel)
-        ]
         owners = [ParameterOwner({**self.names.parameters, **self.names.buffers})]
-        probe = CollectiveProbe(self.recorder, owners=owners, reducers=reducers)
+        probe = CollectiveProbe(self.recorder, owners=owners)
         # Dense axes last: an expert axis with the same ranks does not take their name.
         for axis in sorted(self.layout.axes, key=lambda axis: axis.mesh, reverse=True):
             if axis.size > 1:
