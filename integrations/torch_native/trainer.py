@@ -46,7 +46,8 @@ class UpGuardCallback(TrainerCallback):
             say("the callback does nothing: DeepSpeed trains, and its config block records it")
             return
         options = {"layout": _layout(args), **self._options}
-        model, optimizer = kwargs.get("model"), kwargs.get("optimizer")
+        model: Any = kwargs.get("model")
+        optimizer = kwargs.get("optimizer")
         self.guard = attach(
             lambda: enable(model, optimizer, self._config, **options), "this Trainer"
         )

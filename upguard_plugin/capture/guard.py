@@ -14,7 +14,6 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -43,7 +42,6 @@ from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.fingerprint.sketch import DEFAULT_SIZE
 from upguard_plugin.invariants.online import OnlineCheck
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
-from upguard_plugin.trace.batch import EventBatch
 
 Many = Sequence[Any] | Any
 
@@ -94,7 +92,8 @@ def enable(
         recorder.on_first_step = lambda: say_size(writer.bytes_written)
     if settings.check:
         online = OnlineCheck(rank, place, settings.level, settings.check)
-        recorder.on_batch = partial(_check_online, recorder, online)
+        recorder.on_batch = lambda batch: _tell(recorder, online.look(batch))
+        recorder.on_end = lambda: _tell(recorder, online.finish())
     try:
         guard.attach()
     except BaseException:
@@ -313,9 +312,8 @@ class IdleGuard(Guard):
     placement = close = __exit__ = _nothing  # type: ignore[assignment]
 
 
-def _check_online(recorder: Recorder, online: OnlineCheck, batch: EventBatch) -> None:
-    """Print the first thing that broke in a step, and note all in the trace."""
-    broken = online.look(batch)
+def _tell(recorder: Recorder, broken: Sequence[str]) -> None:
+    """Print the first thing that broke, and note all in the trace."""
     for sentence in broken:
         recorder.note(sentence)
     if broken:
