@@ -27,7 +27,7 @@ def batch_of(keys: list[EventKey]) -> EventBatch:
 
 def sums_of(keys: list[EventKey]) -> dict[str, tuple[int, ...]]:
     """What lies behind each event that is none of a collective."""
-    found, sums = {}, RankSums(batch_of(keys))
+    found, sums = {}, RankSums(batch_of(keys), Layout())
     for row, one in enumerate(keys):
         if one.op is not None:
             sums.finish(row, one)

@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -77,6 +78,7 @@ class Recorder:
         self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
         self.on_first_step: Callable[[], None] | None = None  # called when it is written
         self.on_batch: Callable[[EventBatch], None] | None = None  # called when one is written
+        self.on_end: Callable[[], None] | None = None  # ... and when all are
         self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
         self._thread = threading.Thread(target=self._drain, name="upguard-writer", daemon=True)
         self._thread.start()
@@ -277,13 +279,13 @@ class Recorder:
     def record_number(
         self, boundary: str, value: float, *, role: str = "scalar", slot: str = "0",
         phase: str | None = None, call: int = 0, operator: str | None = None,
-        microbatch: int | None = None,
+        microbatch: int | None = None, moment: str | None = None,
     ) -> int:  # fmt: skip
         """Record a Python number as the 0-dim tensor that holds it exactly."""
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             return self.record_bytes(
                 boundary, str(value).encode(), role=role, slot=slot, dtype="int", phase=phase,
-                call=call, operator=operator, microbatch=microbatch,
+                call=call, operator=operator, microbatch=microbatch, moment=moment,
             )  # fmt: skip
         kind = next((k for k in _NUMBER_TYPES if isinstance(value, k)), float)
         tensor, view = self._numbers[kind]
@@ -295,24 +297,24 @@ class Recorder:
             view[()] = value
             return self.record(
                 boundary, tensor, role=role, slot=slot, phase=phase, call=call,
-                operator=operator, value=float(value), microbatch=microbatch,
+                operator=operator, value=float(value), microbatch=microbatch, moment=moment,
             )  # fmt: skip
 
     def record_value(
         self, boundary: str, value: object, *, role: str, slot: str = "0",
         phase: str | None = None, call: int = 0, operator: str | None = None,
-        microbatch: int | None = None,
+        microbatch: int | None = None, moment: str | None = None,
     ) -> int:  # fmt: skip
         """Record a leaf of `tensors_in` that is no tensor: a number, text, bytes, None."""
         if isinstance(value, bool | int | float) and not isinstance(value, Enum):
             return self.record_number(
                 boundary, value, role=role, slot=slot, phase=phase, call=call, operator=operator,
-                microbatch=microbatch,
+                microbatch=microbatch, moment=moment,
             )  # fmt: skip
         data, dtype = as_bytes(value)
         return self.record_bytes(
             boundary, data, role=role, slot=slot, dtype=dtype, phase=phase, call=call,
-            operator=operator, microbatch=microbatch,
+            operator=operator, microbatch=microbatch, moment=moment,
         )  # fmt: skip
 
     def finish_step(self, *, mark: str | None = None) -> None:
@@ -346,6 +348,7 @@ class Recorder:
         self._send(self._deferred.close())
         self._batches.put(None)
         self._thread.join()
+        self._look(self.on_end)
         self._writer.close(self.failure)
 
     def _send(self, batches: Iterable[EventBatch]) -> None:
@@ -421,15 +424,16 @@ class Recorder:
             elif self.on_first_step is not None:
                 self.on_first_step()
                 self.on_first_step = None
-            self._look(batch)
+            if self.on_batch is not None:
+                self._look(partial(self.on_batch, batch))
 
-    def _look(self, batch: EventBatch) -> None:
-        if self.on_batch is None or self.failure:
+    def _look(self, look: Callable[[], None] | None) -> None:
+        if look is None or self.failure:
             return
         try:
-            self.on_batch(batch)
+            look()
         except Exception as error:  # between us and the training job: only the looking ends
-            self.on_batch = None
+            self.on_batch = self.on_end = None
             self.note(f"the online check ended: {type(error).__name__}: {error}")
 
 

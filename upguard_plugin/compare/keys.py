@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from upguard_plugin.records import PHASES, ROLES, EventKey
+from upguard_plugin.records import CHECKPOINT, PHASES, ROLES, EventKey
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -40,6 +40,7 @@ class KeyColumns:
     is_operator: Bools  # an operator call; else a module, a state, a batch
     is_collective: Bools
     is_switch: Bools  # chooses an implementation of the optimizer, not what it computes
+    is_of_file: Bools  # what a checkpoint's file holds: paths, dates and arguments among it
     is_logged: Bools  # a scalar that the user handed over, perhaps for the log only
     parameters: frozenset[str]  # boundaries that are parameters
     roles: frozenset[str]
@@ -68,6 +69,7 @@ class KeySpace:
             np.array([is_operator(key) for key in keys], dtype=np.bool_),
             np.array([is_collective(key) for key in keys], dtype=np.bool_),
             np.array([_is_switch(key) for key in keys], dtype=np.bool_),
+            np.array([_is_of_file(key) for key in keys], dtype=np.bool_),
             np.array([_is_logged(key) for key in keys], dtype=np.bool_),
             frozenset(key.boundary for key in keys if key.role == "param"),
             frozenset(key.role for key in keys),
@@ -98,6 +100,10 @@ def is_collective(key: EventKey) -> bool:
 
 def _is_switch(key: EventKey) -> bool:
     return key.role == "scalar" and key.boundary.rpartition(".")[2] in SWITCHES
+
+
+def _is_of_file(key: EventKey) -> bool:
+    return key.phase == "checkpoint" and key.boundary == CHECKPOINT
 
 
 def _is_logged(key: EventKey) -> bool:
