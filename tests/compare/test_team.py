@@ -71,7 +71,7 @@ def test_the_work_is_divided_without_rest_or_repetition(ranks, size, num_steps):
         (share.rank, step)
         for index in range(size)
         for share in shares_of(ranks, index, size)
-        for step in share.steps(range(num_steps))
+        for step in range(num_steps)[share.part_of(num_steps)]
     ]
 
     assert done == [(rank, step) for rank in ranks for step in range(num_steps)]

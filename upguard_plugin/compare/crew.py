@@ -21,12 +21,13 @@ from upguard_plugin.compare.facts import (
     sightings_of,
 )
 from upguard_plugin.compare.obstacles import missing_steps
-from upguard_plugin.compare.pieces import Piece, Progress, scan_pieces, shares_of
+from upguard_plugin.compare.pieces import Piece, Progress, Share, Work, scan_pieces, shares_of
 from upguard_plugin.compare.ranks import Origin
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request
 from upguard_plugin.compare.steps import RankSteps, steps_behind
 from upguard_plugin.compare.team import Team
+from upguard_plugin.trace.step_table import StepTable
 from upguard_plugin.verdict import Divergence, EventRef
 
 
@@ -42,18 +43,22 @@ class Crew:
 
     def scan(self, request: Request, noise: Sequence[Run], progress: Progress) -> list[RankFacts]:
         """Compare all ranks; one answer per rank."""
-        team = self._team
-        lag = self._lag()
+        team, lag = self._team, self._lag()
+        told: list[RankFacts] = []
 
-        def open_pieces() -> list[None]:
-            for share in shares_of(self._ranks, team.index, team.size):
-                steps = RankSteps(*self._runs, share.rank, lag)
-                self._pieces[share.rank] = Piece.of(share, steps, noise, request)
-            return []
+        def opened(share: Share) -> Piece:
+            steps = RankSteps(*self._runs, share.rank, lag)
+            piece = self._pieces[share.rank] = Piece.of(share, steps, noise, request)
+            return piece
 
-        team.share(open_pieces)
-        kept = scan_pieces(list(self._pieces.values()), request, team, progress)
-        found = merged_facts(team.share(lambda: [self._facts_of(piece, request) for piece in kept]))
+        work = Work(
+            shares_of(self._ranks, team.index, team.size),
+            opened,
+            lambda piece: told.append(self._facts_of(piece, request)),
+            progress,
+        )
+        scan_pieces(work, request, team)
+        found = merged_facts(team.share(lambda: told))
         self._divergent = {part.rank: part.step for part in found if part.step is not None}
         return found
 
@@ -62,7 +67,9 @@ class Crew:
         others = [rank for rank in run.ranks if rank not in self._ranks]
         mine = others[self._team.index :: self._team.size]
         return sum(
-            self._team.share(lambda: [entry.num_events for r in mine for entry in run.steps(r)])
+            self._team.share(
+                lambda: [int(StepTable.of(run.steps(r)).num_events.sum()) for r in mine]
+            )
         )
 
     def messages(self, step: int) -> list[RankMessages]:

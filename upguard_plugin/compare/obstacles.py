@@ -95,15 +95,16 @@ def _missing_ranks(baseline: Run, target: Run, selection: Selection) -> list[str
 def missing_steps(baseline: Run, target: Run, selection: Selection, steps: RankSteps) -> list[str]:
     """Which steps of a rank could not be compared, and why."""
     reasons = []
-    chosen = [step for step in steps.common if selection.has_step(step)]
+    chosen = steps.common[selection.has_steps(steps.common)]
     if selection.steps is not None:
-        lacking = [step for step in selection.steps.finite() if step not in chosen]
+        found = set(chosen.tolist())
+        lacking = [step for step in selection.steps.finite() if step not in found]
         if lacking:
             reasons.append(
                 f"rank {steps.rank}: steps {_listed(lacking)} were asked for, "
                 "and not both runs have them"
             )
-    if not chosen:
+    if not len(chosen):
         reasons.append(f"rank {steps.rank}: the runs have no finished step in common")
     elif selection.steps is None or not _is_bounded(selection):
         reasons += _ends(baseline, target, steps, len(chosen))
@@ -124,7 +125,7 @@ def _ends(baseline: Run, target: Run, steps: RankSteps, num_common: int) -> list
                 f"({end.reason or 'no reason given'}); what was compared ends after "
                 f"{_count(num_common, 'step')}"
             )
-    counts = (len(steps.baseline), len(steps.target))
+    counts = (len(steps.tables[0]), len(steps.tables[1]))
     matched = num_common == counts[0] == counts[1] or (steps.is_resumed and steps.covers_the_rest)
     if not matched and not reasons:
         reasons.append(

@@ -27,7 +27,6 @@ from upguard_plugin.compare.obstacles import (
     refusal,
     totals,
 )
-from upguard_plugin.compare.pieces import shares_of
 from upguard_plugin.compare.ranks import Ask, Origin, origins_of, structures_of
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request, Settings
@@ -79,7 +78,7 @@ def compare_runs(
     IncomparableError for noise that is no repeat of the baseline.
     """
     team = team or Alone()
-    baseline, target, *repeats = (_surveyed(run, team) for run in (baseline, target, *noise))
+    baseline, target, *repeats = (surveyed(run, team) for run in (baseline, target, *noise))
     question = _Question(selection or Selection(), same_program, verify, tuple(repeats), progress)
     refused = refusal(baseline, target)
     if refused:
@@ -171,12 +170,6 @@ def _on_ranks(origins: Sequence[Origin], ranks_of: RanksOf) -> tuple[Origin, ...
         assert row is not None
         renamed.append(replace(origin, ranks=ranks_of(side, step, row)))
     return tuple(renamed)
-
-
-def _surveyed(run: Run, team: Team) -> Run:
-    """Each process looks at the ranks whose beginning it would compare."""
-    shares = shares_of(run.ranks, team.index, team.size)
-    return surveyed(run, [share.rank for share in shares if share.start == 0], team)
 
 
 def _verdict(
