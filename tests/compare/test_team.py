@@ -170,6 +170,36 @@ def test_equal_steps_are_read_once_whatever_the_number_of_processes():
     assert baseline.num_reads == target.num_reads == 2 * 8
 
 
+class Watched(MemoryRun):
+    """Counts who is asked for."""
+
+    def asked(self, rank):
+        self.__dict__.setdefault("looks", []).append(rank)
+        return rank
+
+    def has_trace(self, rank):
+        return super().has_trace(self.asked(rank))
+
+    def end(self, rank):
+        return super().end(self.asked(rank))
+
+    def layout(self, rank):
+        return super().layout(self.asked(rank))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_rank_is_looked_at_by_one_process_once(size):
+    runs = [
+        Watched({r: list(b.values()) for r, b in train(num_steps=2, world=7).batches.items()}, name)
+        for name in ("baseline", "target")
+    ]
+
+    answers = together(size, *runs)
+
+    assert {answer.verdict for answer in answers} == {"identical"}
+    assert [sorted(run.looks) for run in runs] == [sorted([*range(7)] * 3)] * 2
+
+
 class Damaged(MemoryRun):
     def read(self, rank, step, *, verify=False):
         if (rank, step) == (1, 3):

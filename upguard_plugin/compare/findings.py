@@ -189,10 +189,7 @@ def _collectives_out_of_order(pairing: Pairing, chosen: Bools) -> Bools:
     """
     columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
     late = np.zeros(len(key), dtype=np.bool_)
-    launches = np.array(
-        [k.role == "input" and k.moment != "completion" for k in columns.keys], dtype=np.bool_
-    )
-    pairs = np.flatnonzero(columns.is_collective[key] & launches[key] & chosen)
+    pairs = np.flatnonzero(columns.is_launch[key] & chosen)
     if bool((np.diff(pairing.target_rows[pairs]) > 0).all()):
         return late
     by_group: dict[tuple[int, ...], list[int]] = {}

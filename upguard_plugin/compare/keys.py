@@ -39,6 +39,7 @@ class KeyColumns:
     role: Ints  # place in ROLES
     is_operator: Bools  # an operator call; else a module, a state, a batch
     is_collective: Bools
+    is_launch: Bools  # what a collective is given when it is launched
     is_switch: Bools  # chooses an implementation of the optimizer, not what it computes
     is_logged: Bools  # a scalar that the user handed over, perhaps for the log only
     parameters: frozenset[str]  # boundaries that are parameters
@@ -67,6 +68,7 @@ class KeySpace:
             np.array([ROLE_NUMBER[key.role] for key in keys], dtype=np.int64),
             np.array([is_operator(key) for key in keys], dtype=np.bool_),
             np.array([is_collective(key) for key in keys], dtype=np.bool_),
+            np.array([_is_launch(key) for key in keys], dtype=np.bool_),
             np.array([_is_switch(key) for key in keys], dtype=np.bool_),
             np.array([_is_logged(key) for key in keys], dtype=np.bool_),
             frozenset(key.boundary for key in keys if key.role == "param"),
@@ -94,6 +96,10 @@ def called(key: EventKey) -> str | None:
 
 def is_collective(key: EventKey) -> bool:
     return key.op is not None or key.group is not None
+
+
+def _is_launch(key: EventKey) -> bool:
+    return is_collective(key) and key.role == "input" and key.moment != "completion"
 
 
 def _is_switch(key: EventKey) -> bool:

@@ -41,14 +41,15 @@ class _Matched:
     @classmethod
     def of(cls, baseline: StepTable, target: StepTable, lag: int) -> _Matched:
         """lag: how many steps the target's numbers lag behind, where there are no iterations."""
-        numbers = _iterations(baseline), _iterations(target)
-        if numbers[0] is None or numbers[1] is None:
-            numbers = baseline.step, target.step + lag
-        rows = [_last_rows(column) for column in numbers]
-        named = [column[at] for column, at in zip(numbers, rows, strict=True)]
-        _, ours, theirs = np.intersect1d(*named, assume_unique=True, return_indices=True)
-        order = np.argsort(rows[0][ours], kind="stable")
-        return cls((baseline, target), (rows[0][ours][order], rows[1][theirs][order]))
+        numbers_b, numbers_t = _iterations(baseline), _iterations(target)
+        if numbers_b is None or numbers_t is None:
+            numbers_b, numbers_t = baseline.step, target.step + lag
+        rows_b, rows_t = _last_rows(numbers_b), _last_rows(numbers_t)
+        _, ours, theirs = np.intersect1d(
+            numbers_b[rows_b], numbers_t[rows_t], assume_unique=True, return_indices=True
+        )
+        order = np.argsort(rows_b[ours], kind="stable")
+        return cls((baseline, target), (rows_b[ours][order], rows_t[theirs][order]))
 
 
 class RankSteps:
@@ -141,7 +142,8 @@ class RankSteps:
             del self._kept[other]
 
     def is_first_recorded(self, step: int) -> bool:
-        return step == self.tables[0].step[0] or self.partner(step) == self.tables[1].step[0]
+        firsts = [int(table.step[0]) for table in self.tables]
+        return step == firsts[0] or self.partner(step) == firsts[1]
 
     @property
     def _match(self) -> _Matched:
@@ -163,7 +165,7 @@ def steps_behind(baseline: Run, target: Run, rank: int) -> int:
         return 0
     if all(_iterations(table) is not None for table in tables):
         return 0  # then steps are matched by these
-    starts = [table.step[:_SEARCHED_STEPS].tolist() for table in tables]
+    starts: list[list[int]] = [table.step[:_SEARCHED_STEPS].tolist() for table in tables]
     first = [_weights_at_start(run.read(rank, at[0])) for run, at in zip(runs, starts, strict=True)]
     if _agree(first[0], first[1]):
         return 0

@@ -29,13 +29,16 @@ class KeyTable:
     hashes: KeyHashes | None = None  # made when a digest is verified
 
 
+KeyTables = dict[bytes, KeyTable]  # by the digest of their bytes
+
+
 @dataclass(slots=True)
 class RankReader:
     """What was read of one rank so far."""
 
     directory: Path
     index: Index
-    key_tables: dict[bytes, KeyTable]
+    key_tables: KeyTables
     schemas: dict[int, pa.Schema] = field(default_factory=dict)  # by segment
     key_table: KeyTable | None = None
 

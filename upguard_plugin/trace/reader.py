@@ -25,7 +25,7 @@ from upguard_plugin.trace.files import damaged
 from upguard_plugin.trace.index import NAME as INDEX_NAME
 from upguard_plugin.trace.index import read_index
 from upguard_plugin.trace.manifest import Manifest, read_manifest
-from upguard_plugin.trace.rank_reader import KeyTable, RankReader
+from upguard_plugin.trace.rank_reader import KeyTables, RankReader
 from upguard_plugin.trace.run_directory import (
     attempt_directories,
     rank_directories,
@@ -37,9 +37,10 @@ from upguard_plugin.trace.step_table import StepTable
 _KEPT_RECORDS = 1 << 20  # of all ranks together, 100 MB; what is needed again is read again
 
 
-def open_trace(path: Path) -> Trace:
+def open_trace(path: Path, key_tables: KeyTables | None = None) -> Trace:
     """Open a run for reading; reads its manifest and the names of its ranks, no more.
 
+    key_tables: decoded ones, to share between runs; most ranks of both runs have the same.
     Raises TraceError if there is no run, or not one that this UpGuard reads.
     """
     if not path.exists():
@@ -74,7 +75,7 @@ def open_trace(path: Path) -> Trace:
         raise damaged(
             path / rank_name(strangers[0]), f"the run has only {manifest.world_size} ranks"
         )
-    return Trace(path, manifest, tuple(directories), attempts)
+    return Trace(path, manifest, tuple(directories), attempts, key_tables)
 
 
 class Trace:
@@ -86,6 +87,7 @@ class Trace:
         manifest: Manifest,
         listed_ranks: tuple[int, ...],
         attempts: tuple[Path, ...] = (),
+        key_tables: KeyTables | None = None,
     ) -> None:
         self.path = path
         self.manifest = manifest
@@ -98,7 +100,7 @@ class Trace:
         self._loaded: OrderedDict[int, RankReader] = OrderedDict()  # used last: at the end
         self._num_kept = 0  # records of these
         self._num_steps: dict[int, int] = {}  # of each rank when it was first looked at
-        self._key_tables: dict[bytes, KeyTable] = {}  # by digest: most ranks have the same
+        self._key_tables: KeyTables = {} if key_tables is None else key_tables
         self._run_id: str | None = None
 
     @cached_property

@@ -56,7 +56,13 @@ class StepTable(Sequence[StepEntry]):
     def __getitem__(self, place: slice) -> StepTable: ...
     def __getitem__(self, place: int | slice) -> StepEntry | StepTable:
         if isinstance(place, slice):
-            return StepTable(*(getattr(self, name)[place] for name in self.__slots__))
+            return StepTable(
+                self.step[place],
+                self.iteration[place],
+                self.num_events[place],
+                self.digest[place],
+                self.mark[place],
+            )
         iteration = int(self.iteration[place])
         return StepEntry(
             int(self.step[place]),
