@@ -25,10 +25,11 @@ from upguard_plugin.compare.pieces import Piece, Progress, Share, Work, scan_pie
 from upguard_plugin.compare.ranks import Origin
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request
+from upguard_plugin.compare.spread import spread_of
 from upguard_plugin.compare.steps import RankSteps, steps_behind
 from upguard_plugin.compare.team import Team
 from upguard_plugin.trace.step_table import StepTable
-from upguard_plugin.verdict import Divergence, EventRef
+from upguard_plugin.verdict import Divergence, EventRef, Spread
 
 
 class Crew:
@@ -107,6 +108,19 @@ class Crew:
         )
         return [told for _, told in sorted(found, key=lambda item: item[0])]
 
+    def spread(self, origins: Sequence[Origin]) -> list[Spread]:
+        """How the difference spread from each origin on the rank where it was seen."""
+
+        def followed() -> list[tuple[int, Spread]]:
+            return [
+                (place, self._spread(origin))
+                for place, origin in enumerate(origins)
+                if origin.seen.process == self._team.index
+            ]
+
+        found = self._team.share(followed)
+        return [told for _, told in sorted(found, key=lambda item: item[0])]
+
     def event(self, rank: int, step: int, row: int, process: int) -> EventRef:
         """One event of the baseline, which this process has read."""
 
@@ -134,6 +148,12 @@ class Crew:
         if self._divergent.get(piece.share.rank) == step:
             return piece.scan.step == step
         return step in piece.own
+
+    def _spread(self, origin: Origin) -> Spread:
+        seen, scan = origin.seen, self._pieces[origin.seen.rank].scan
+        pairing = pairing_of(scan.steps, seen.step)
+        assert scan.chosen is not None
+        return spread_of(seen.rank, seen.step, seen.finding, pairing, scan.chosen)
 
     def _described(
         self, origin: Origin, decide: Callable[[Scene], Cause], one_program: bool

@@ -31,6 +31,7 @@ from upguard_plugin.compare.ranks import Ask, Origin, origins_of, structures_of
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request, Settings
 from upguard_plugin.compare.selection import Selection
+from upguard_plugin.compare.spread import MAX_RANKS
 from upguard_plugin.compare.survey import surveyed
 from upguard_plugin.compare.team import Alone, Team
 from upguard_plugin.errors import UsageError
@@ -148,6 +149,7 @@ def _compare(
         return _verdict(baseline, target, word, reasons + notes, certified, coverage)
     if origins.num_more:
         notes.append(f"{origins.num_more} more boundaries differ first, beside those listed")
+    spread = crew.spread(origins.in_order()[:MAX_RANKS]) if decide is cause_of else []
     if ranks_of is not None:
         origins = replace(origins, minimal=_on_ranks(origins.minimal, ranks_of), per_rank=())
     minimal, per_rank = (
@@ -156,7 +158,8 @@ def _compare(
     )
     certified = _certified(facts, None if len(facts) == 1 else minimal[0].ranks[0], crew)
     notes += reasons
-    return _verdict(baseline, target, "divergent", notes, certified, coverage, minimal, per_rank)
+    verdict = _verdict(baseline, target, "divergent", notes, certified, coverage, minimal, per_rank)
+    return verdict.model_copy(update={"spread": spread})
 
 
 def _on_ranks(origins: Sequence[Origin], ranks_of: RanksOf) -> tuple[Origin, ...]:
