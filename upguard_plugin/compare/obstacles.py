@@ -17,6 +17,7 @@ from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.steps import RankSteps
 
 NEVER_FIRED = "never fired: "  # how a rank's note of a probe that saw no tensor begins
+RENUMBERED = "resumed: step "  # how the note on other numbers of steps begins
 _MAX_LISTED = 8
 
 
@@ -205,7 +206,7 @@ def _resumed(facts: Sequence[RankFacts]) -> list[str]:
         if found.renumbered is not None:
             shifts.setdefault(found.renumbered, []).append(found.rank)
     return [
-        f"resumed: step {step} of the baseline is step {other} of the target, rank {_listed(ranks)}"
+        f"{RENUMBERED}{step} of the baseline is step {other} of the target, rank {_listed(ranks)}"
         for (step, other), ranks in shifts.items()
         if step != other
     ]

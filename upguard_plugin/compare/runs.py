@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from upguard_plugin.compare.causes import cause_of, structure_of
 from upguard_plugin.compare.crew import Crew
 from upguard_plugin.compare.facts import RankFacts
+from upguard_plugin.compare.handover import handed_over, handover_of
 from upguard_plugin.compare.layouts.logical import LogicalPair
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
+    RENUMBERED,
     differences_of_runs,
     is_same_program,
     layouts_differ,
@@ -88,6 +90,9 @@ def compare_runs(
         return _verdict(baseline, target, "incomparable", [refused], _NOTHING, coverage)
     refuse_other_runs(baseline, repeats)
     if not layouts_differ(baseline, target):
+        order = _handover(baseline, target, question, team)
+        if order:
+            return _compare_states(baseline, target, question, team, order)
         return _compare(baseline, target, question, team)
 
     def compare_alone() -> list[Verdict]:
@@ -95,6 +100,32 @@ def compare_runs(
         return [] if team.index else [_compare_logical(baseline, target, question)]
 
     return team.share(compare_alone)[0]
+
+
+def _handover(baseline: Run, target: Run, question: _Question, team: Team) -> int:
+    """Which run begins where the other ended, if no single steps were asked for."""
+    common = [rank for rank in baseline.ranks if rank in target.ranks][:1]
+    if question.selection.steps is not None or question.noise or not common:
+        return 0
+    found = team.share(
+        lambda: [] if team.index else [handover_of(baseline, target, rank) for rank in common]
+    )
+    return sum(found)
+
+
+def _compare_states(
+    baseline: Run, target: Run, question: _Question, team: Team, order: int
+) -> Verdict:
+    """Compare what one run left with what the other found of it: no step is in both."""
+    verdict = _compare(*handed_over(baseline, target, order), question, team)
+    sides = ("baseline", "target") if order > 0 else ("target", "baseline")
+    note = (
+        f"resumed: no step is in both runs; compared is the state that the {sides[0]} left with "
+        f"the one that the {sides[1]} found"
+    )
+    notes = [note, *(told for told in verdict.notes if not told.startswith(RENUMBERED))]
+    word: Word = "incomparable" if verdict.verdict == "identical" else verdict.verdict
+    return verdict.model_copy(update={"verdict": word, "notes": notes})
 
 
 def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict:

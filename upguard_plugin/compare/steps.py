@@ -166,14 +166,14 @@ def steps_behind(baseline: Run, target: Run, rank: int) -> int:
     if all(_iterations(table) is not None for table in tables):
         return 0  # then steps are matched by these
     starts: list[list[int]] = [table.step[:_SEARCHED_STEPS].tolist() for table in tables]
-    first = [_weights_at_start(run.read(rank, at[0])) for run, at in zip(runs, starts, strict=True)]
-    if _agree(first[0], first[1]):
+    first = [weights_in(run.read(rank, at[0])) for run, at in zip(runs, starts, strict=True)]
+    if agree(first[0], first[1]):
         return 0
     for step in starts[0][1:]:
-        if _agree(_weights_at_start(baseline.read(rank, step)), first[1]):
+        if agree(weights_in(baseline.read(rank, step)), first[1]):
             return step - starts[1][0]
     for step in starts[1][1:]:
-        if _agree(first[0], _weights_at_start(target.read(rank, step))):
+        if agree(first[0], weights_in(target.read(rank, step))):
             return starts[0][0] - step
     return 0
 
@@ -193,17 +193,18 @@ def _last_rows(numbers: Ints) -> Ints:
     return rows
 
 
-def _agree(weights: Weights, others: Weights) -> bool:
+def agree(weights: Weights, others: Weights) -> bool:
     """Whether most weights are equal."""
     shared = weights.keys() & others.keys()
     return 2 * sum(weights[name] == others[name] for name in shared) > len(shared)
 
 
-def _weights_at_start(batch: EventBatch) -> Weights:
+def weights_in(batch: EventBatch, phases: tuple[str, ...] = ("start",)) -> Weights:
+    """The weights as these phases show them; of several times, the last."""
     chosen = [
         number
         for number, key in enumerate(batch.keys)
-        if key.phase == "start" and key.role == "param"
+        if key.phase in phases and key.role == "param"
     ]
     rows = np.flatnonzero(np.isin(batch.key, chosen)).tolist()
     return {batch.key_of(row).boundary: (int(batch.h[row]), int(batch.s[row])) for row in rows}
