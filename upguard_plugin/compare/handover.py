@@ -23,10 +23,6 @@ Name = tuple[str, str, str]  # boundary, role, slot
 
 _STATE = ("param", "buffer", "master", "optimizer_state", "rng")
 _BEHIND = ("optimizer", "param_sync", "checkpoint")  # phases whose last word is what a step leaves
-_COLUMNS = (
-    "key", "seq", "microbatch", "call", "h", "s", "producer", "value", "nonfinite", "max_abs",
-    "sketch", "group_seq", "peer", "tag", "pair_seq",
-)  # fmt: skip
 
 
 def handover_of(baseline: Run, target: Run, rank: int) -> int:
@@ -123,11 +119,9 @@ def _name(key: EventKey) -> Name:
 
 def _as_start(batch: EventBatch, rows: Ints) -> EventBatch:
     """These rows of a batch, as state found at start."""
-    columns = {name: getattr(batch, name) for name in _COLUMNS}
-    kept = {name: None if column is None else column[rows] for name, column in columns.items()}
     keys = [
         replace(key, phase="start", moment=None, operator=None) if key.role in _STATE else key
         for key in batch.keys
     ]
-    found = replace(batch, keys=keys, iteration=None, **kept)
-    return replace(found, call=np.zeros_like(found.call))
+    found = batch.take(rows)
+    return replace(found, keys=keys, iteration=None, call=np.zeros_like(found.call))

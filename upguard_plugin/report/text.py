@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from upguard_plugin.report.plain import plain
 from upguard_plugin.verdict import Distance, Divergence, EventRef, Reached, TensorSide, Verdict
 
 MAX_NOTES = 12  # further ones are counted; --verbose prints them all
@@ -40,7 +41,7 @@ def headline(verdict: Verdict) -> str:
         return f"DIVERGENT at {_when(found)}"
     if verdict.verdict == "identical":
         return f"IDENTICAL: {verdict.certified.events} events are equal, bit by bit"
-    return f"INCOMPARABLE: {verdict.notes[0] if verdict.notes else 'nothing was compared'}"
+    return f"INCOMPARABLE: {plain(verdict.notes[0]) if verdict.notes else 'nothing was compared'}"
 
 
 def _when(found: Divergence) -> str:
@@ -210,4 +211,4 @@ def _coverage(verdict: Verdict) -> str:
 
 
 def _rows(rows: Sequence[tuple[str, str]], indent: int = 4) -> list[str]:
-    return [f"{' ' * indent}{name:<{_WIDTH}}  {text}".rstrip() for name, text in rows]
+    return [f"{' ' * indent}{name:<{_WIDTH}}  {plain(text)}".rstrip() for name, text in rows]
