@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as multiprocessing
-from step_cost import BATCH, SEQUENCE, VOCABULARY, Gpt
 from torch import distributed as dist
 from torch import nn
+from training import BATCH, SEQUENCE, VOCABULARY, Gpt
 
 import upguard_plugin
 from upguard_plugin.capture.collectives import CollectiveProbe

@@ -13,13 +13,13 @@ from upguard_plugin.capture.operators.probe import OperatorProbe
 
 def sizes(probe: OperatorProbe) -> dict[str, int]:
     """What the probe's tables hold; dead storages do not count, they go when room is needed."""
-    probe._storages.prune()
+    probe.calls.storages.prune()
     return {
-        "storages": len(probe._storages),
-        "nodes": len(probe._locator._nodes),
-        "sites": len(probe._sites._sites),
-        "calls": len(probe._sites._calls),
-        "keys": sum(len(site._keys) for site in probe._sites._sites.values()),
+        "storages": len(probe.calls.storages),
+        "nodes": len(probe.calls._locator._nodes),
+        "sites": len(probe.calls._sites._sites),
+        "calls": len(probe.calls._sites._calls),
+        "keys": sum(len(site._keys) for site in probe.calls._sites._sites.values()),
     }
 
 

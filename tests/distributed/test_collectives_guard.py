@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import upguard_plugin
+from upguard_plugin.fingerprint import fingerprint_array
 from upguard_plugin.trace.reader import open_trace
 
 STEPS = 3
@@ -32,14 +33,18 @@ def _model(kind: str) -> nn.Module:
 
 
 def train(
-    kind: str, folder: str | None, level: str = "module", layout: dict[str, int] | None = None
+    kind: str,
+    folder: str | None,
+    level: str = "module",
+    layout: dict[str, int] | None = None,
+    dump: dict[str, str] | None = None,
 ) -> list[list[float]]:
     """The weights after a few steps; recorded if a folder is given."""
     model = _model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     guard = None
     if folder is not None:
-        config = {"output_dir": folder, "level": level}
+        config = {"output_dir": folder, "level": level, "dump": dump}
         guard = upguard_plugin.enable(model, optimizer, config, layout=layout)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
@@ -96,3 +101,14 @@ def test_a_bucket_names_its_axis_and_its_parameters(two_ranks: Ranks, tmp_path: 
             ("all_reduce[dp] bucket 1 (2.bias, 2.weight)", "grad_sync", (1056,)),
             ("all_reduce[dp] bucket 2 (0.bias, 0.weight)", "grad_sync", (544,)),
         ]
+
+
+def test_the_buffers_of_collectives_can_be_kept_whole(two_ranks: Ranks, tmp_path: Path) -> None:
+    dump = {"boundary": "all_reduce*", "steps": "1"}
+    two_ranks.run(train, "ddp", str(tmp_path / "run"), "module", None, dump)
+    trace = open_trace(tmp_path / "run")
+    kept, batch = trace.read_tensors(0, "step1"), trace.read(0, 1)
+    buffers = [i for i in range(len(batch)) if batch.key_of(i).boundary.startswith("all_reduce")]
+    assert {batch.key_of(i).moment for i in buffers} == {"launch", "completion"}
+    assert set(kept) == {str(batch.seq[i]) for i in buffers}
+    assert all(fingerprint_array(kept[str(batch.seq[i])]).h == batch.h[i] for i in buffers)

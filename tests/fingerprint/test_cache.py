@@ -68,6 +68,24 @@ def test_kernels_are_compiled_in_memory_where_nothing_can_be_written(tmp_path):
     ]
 
 
+PLAIN_CPU = """
+import numpy as np, torch
+from upguard_plugin.fingerprint import fingerprint, fingerprint_array
+from upguard_plugin.fingerprint.vector import FUSED, WIDE
+draw = np.random.default_rng(0)
+for size in (1, 7, 8, 63, 64, 200, 8192, 8200, 16_384, 40_003, 100_000):
+    data = draw.integers(0, 256, size, dtype=np.uint8)
+    assert fingerprint(torch.from_numpy(data)) == fingerprint_array(data), size
+print(FUSED, WIDE)
+"""
+
+
+def test_code_for_a_cpu_without_wide_or_fused_multiplies_gives_the_same(tmp_path):
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+
+    assert run_python(PLAIN_CPU, env=environment) == ["False False"]
+
+
 @pytest.mark.long
 def test_processes_that_start_together_share_one_cache(tmp_path):
     site = copy_of_the_package(tmp_path)

@@ -12,6 +12,9 @@ from tests.fingerprint.tensors import DTYPES, random_tensor, reference
 from upguard_plugin.fingerprint import fingerprint, fingerprint_array, fingerprint_many
 from upguard_plugin.fingerprint.parts import dtype_name
 from upguard_plugin.fingerprint.queue import FingerprintQueue
+from upguard_plugin.fingerprint.sweeps import plan_sweeps
+from upguard_plugin.placement import resolve_placement
+from upguard_plugin.records import FINGERPRINT_PRIME, Axis, Layout
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -42,6 +45,40 @@ def test_strides_do_not_matter(dtype, shape, data):
 
     assert fingerprint(tensor) == expected
     assert fingerprint(tensor.contiguous()) == expected
+
+
+TURNED = {
+    "a matrix": lambda t: t(130, 77).t(),
+    "wider than a band": lambda t: t(70, 2100).t(),
+    "taller than a band": lambda t: t(2100, 70).t(),
+    "of whole squares": lambda t: t(64, 512).t(),
+    "batches": lambda t: t(3, 2, 67, 65).transpose(-1, -2),
+    "channels last": lambda t: t(2, 5, 9, 80).permute(0, 3, 1, 2),
+    "batch in the middle": lambda t: t(66, 3, 70).permute(2, 1, 0),
+    "a corner": lambda t: t(200, 300)[3:140, 5:].t(),
+    "every second column": lambda t: t(300, 90).t()[:, ::2],
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
+def test_transposed_storage_is_hashed_in_tiles(dtype, name):
+    tensor = TURNED[name](lambda *shape: random_tensor(dtype, shape))
+    sweeps = plan_sweeps(tensor.shape, tensor.stride(), tensor.itemsize, None, tiles=True)
+
+    assert all(sweep.tile for sweep in sweeps)
+    assert fingerprint(tensor) == reference(tensor)
+
+
+def test_transposed_shards_add_up_in_tiles():
+    whole = random_tensor(torch.float32, (300, 160)).t()
+    parts = []
+    for rank in range(2):
+        layout = Layout((Axis("tp", 2, rank, (0, 1)),))
+        columns = resolve_placement("i o[tp]", (160, 150), layout)
+        parts.append(fingerprint(whole[:, 150 * rank : 150 * (rank + 1)], placement=columns))
+
+    assert sum(part.h for part in parts) % FINGERPRINT_PRIME == reference(whole).h
 
 
 def test_a_slot_per_put_in_order():

@@ -126,6 +126,10 @@ class Recorder:
                 self._rows.set_value(seq, value)
             return seq
 
+    def wants(self, role: str) -> bool:
+        """Whether events of this role are recorded at all."""
+        return role not in self._left_out
+
     def key_of(
         self, boundary: str, tensor: torch.Tensor, *, role: str, slot: str, phase: str,
         operator: str | None, placement: Placement | None, source: Source | None = None,
@@ -211,11 +215,14 @@ class Recorder:
     def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Take the fingerprint of `tensor` now for a reserved event, as `record` does."""
         try:
-            with torch._C._DisableTorchDispatch():
-                self._deferred.fill(ticket, tensor)
+            self._deferred.fill(ticket, tensor)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {ticket.boundary} was not recorded: {error.sentence}")
             self._deferred.cancel(ticket)
+            return
+        with self._lock:
+            if self._dumps.active and ticket.step is None:  # else its step is written already
+                self._dumps.keep(self._rows.first_seq + ticket.row, ticket.boundary, tensor)
 
     def cancel(self, ticket: Ticket) -> None:
         """Say that a reserved event will never have its tensor; a note in the trace names it."""
@@ -361,14 +368,12 @@ class Recorder:
             slot = self._put(self._rows.boundary_of(key), tensor, placement)
             if storage.in_sight and slot != NONE:
                 storage.known[view] = slot
-        return slot, storage.writer_of(extent_of(tensor))
+        return slot, storage.writer_of(tensor)
 
     def _put(self, boundary: str, tensor: torch.Tensor, placement: Placement | None) -> int:
         """The slot of the tensor's fingerprint, or NONE, noted, if it can have none."""
         try:
-            # What hashing runs is none of the training's operators: no mode sees it.
-            with torch._C._DisableTorchDispatch():
-                return self._queue.put(tensor, placement, sketch=self._sketches)
+            return self._queue.put(tensor, placement, sketch=self._sketches)
         except UnsupportedTensorError as error:
             self.note(f"a tensor of {boundary} was not recorded: {error.sentence}")
             return NONE
@@ -377,10 +382,9 @@ class Recorder:
         slots = [self._slot_of_writer(entry, phase) for entry in entries]
         fresh = [entry for entry, slot in zip(entries, slots, strict=True) if slot == NONE]
         try:
-            with torch._C._DisableTorchDispatch():
-                taken = self._queue.put_many(
-                    [e[1] for e in fresh], [e[2] for e in fresh], sketch=self._sketches
-                )
+            taken = self._queue.put_many(
+                [e[1] for e in fresh], [e[2] for e in fresh], sketch=self._sketches
+            )
         except UnsupportedTensorError:  # nothing was taken; find out which it was
             return [self._put(*entry) for entry in entries]
         hashed = iter(taken)

@@ -54,9 +54,11 @@ class Storage:
             newest = sorted(writers.items(), key=lambda item: item[1])[MAX_EXTENTS // 2 :]
             self._writers = dict(newest)
 
-    def writer_of(self, extent: Extent) -> int:
-        """Seq of the last event that wrote some of these bytes, or NONE."""
-        first, last = extent
+    def writer_of(self, tensor: torch.Tensor) -> int:
+        """Seq of the last event that wrote some of the tensor's bytes, or NONE."""
+        if not self._writers:
+            return NONE
+        first, last = extent_of(tensor)
         newest = NONE
         for (low, high), seq in self._writers.items():
             if low <= last and first <= high and seq > newest:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The CPU kernels: runs of bytes at memory addresses, hashed at their logical offsets.
+"""The CPU kernels: tables of sweeps through memory, hashed at their logical offsets.
 
 In:  addresses as integers. Out: (h, s) written as two uint64 at an address. Nothing is allocated.
 Not for mypy: the bodies are numba's language, in which an integer's width matters.
@@ -13,93 +13,17 @@ import numpy as np
 from numba import carray, njit
 from numba import uint64 as u64
 
-from upguard_plugin.fingerprint import keys
 from upguard_plugin.fingerprint.cache import compile_kernel
-from upguard_plugin.fingerprint.residues import add, join_limbs, key_a, multiply, pointer
-from upguard_plugin.fingerprint.vector import BLOCKS_AT_ONCE, LANES, LIMBS, vector_sums
+from upguard_plugin.fingerprint.residues import add, pointer
+from upguard_plugin.fingerprint.stretches import hash_stretch
+from upguard_plugin.fingerprint.tiles import hash_tile
 
-Word = Any  # uint64 in a register
-Words = Any  # memory seen as uint64
-Bytes = Any  # memory seen as uint8
 Row = Any  # memory seen as int64
 
 MAX_DIMS = 4  # outer dims of one sweep; see `sweeps.py`
-SWEEP_COLUMNS = 8 + 3 * MAX_DIMS  # the last two are for `measure.py`
-
-KEYS_B = np.array(keys.KEYS_B)
-PAIRS_PER_BLOCK = keys.BLOCK_WORDS // 2
-
-_one_block_sums = vector_sums(1)
-_many_block_sums = vector_sums(BLOCKS_AT_ONCE)
-
-
-@njit
-def _block_sums(pairs: Words, first: int) -> tuple[Word, Word, Word, Word]:
-    """The sums of `vector_sums` over pairs that lie in one block, from its pair `first` on."""
-    whole = pairs.shape[0] & ~(LANES - 1)
-    s, a0, a1, a2 = _one_block_sums(
-        u64(pairs.ctypes.data), u64(LIMBS.ctypes.data + 8 * first), u64(8 * whole)
-    )
-    for k in range(whole, pairs.shape[0]):
-        x, y = pairs[k] & u64(0xFFFFFFFF), pairs[k] >> u64(32)
-        limb0, limb1, limb2 = LIMBS[0, first + k], LIMBS[1, first + k], LIMBS[2, first + k]
-        a0 += x * (limb0 & u64(0xFFFFFFFF)) + y * (limb0 >> u64(32))
-        a1 += x * (limb1 & u64(0xFFFFFFFF)) + y * (limb1 >> u64(32))
-        a2 += x * (limb2 & u64(0xFFFFFFFF)) + y * (limb2 >> u64(32))
-        s += pairs[k]
-    return a0, a1, a2, s
-
-
-@njit
-def _hash_bytes(data: Bytes, offset: int) -> Word:  # the few before and after whole pairs
-    h = u64(0)
-    k = 0
-    while k < data.shape[0]:
-        position = u64(offset) + u64(k)
-        word = position >> u64(2)
-        value = u64(0)
-        while k < data.shape[0] and (u64(offset) + u64(k)) >> u64(2) == word:
-            value |= u64(data[k]) << (u64(8) * ((u64(offset) + u64(k)) & u64(3)))
-            k += 1
-        keyed = multiply(value, u64(KEYS_B[word & u64(keys.BLOCK_WORDS - 1)]))
-        h = add(h, multiply(keyed, key_a(word >> u64(11))))
-    return h
-
-
-@njit
-def hash_stretch(address: int, num_bytes: int, offset: int, with_sum: int) -> tuple[Word, Word]:
-    """A contiguous run at `address`, at byte `offset` of the logical tensor."""
-    h = s = u64(0)
-    data = carray(pointer(u64(address), np.uint8), (num_bytes,))
-    head = min((-offset) & 7, num_bytes)  # up to a whole pair of words
-    if head:
-        h = _hash_bytes(data[:head], offset)
-    num_pairs = (num_bytes - head) >> 3
-    pairs = carray(pointer(u64(address + head), np.uint64), (num_pairs,))
-    first = (offset + head) >> 3
-    i = 0
-    while i < num_pairs:
-        c = (first + i) & (PAIRS_PER_BLOCK - 1)
-        block = u64((first + i) >> 10)
-        if c == 0 and num_pairs - i >= BLOCKS_AT_ONCE * PAIRS_PER_BLOCK:
-            sums = _many_block_sums(
-                u64(pairs.ctypes.data + 8 * i), u64(LIMBS.ctypes.data), u64(8 * PAIRS_PER_BLOCK)
-            )
-            s += sums[0]
-            for k in range(BLOCKS_AT_ONCE):
-                joined = join_limbs(sums[3 * k + 1], sums[3 * k + 2], sums[3 * k + 3])
-                h = add(h, multiply(joined, key_a(block + u64(k))))
-            i += BLOCKS_AT_ONCE * PAIRS_PER_BLOCK
-            continue
-        n = min(PAIRS_PER_BLOCK - c, num_pairs - i)
-        a0, a1, a2, block_s = _block_sums(pairs[i : i + n], c)
-        s += block_s
-        h = add(h, multiply(join_limbs(a0, a1, a2), key_a(block)))
-        i += n
-    done = head + 8 * num_pairs
-    if done < num_bytes:
-        h = add(h, _hash_bytes(data[done:], offset + done))
-    return h, s if with_sum else u64(0)
+TILE_COLUMN = 6 + 3 * MAX_DIMS  # from here on: what a sweep of tiles has besides
+MEASURE_COLUMN = TILE_COLUMN + 4  # from here on: for `measure.py`
+SWEEP_COLUMNS = MEASURE_COLUMN + 2
 
 
 @njit
@@ -125,14 +49,22 @@ def locate_run(row: Row, run: int) -> tuple[int, int]:
 
 
 @njit
-def _hash_rows(table: int, num_sweeps: int, out: int) -> None:
+def _hash_rows(table: int, num_sweeps: int, out: int, scratch: int) -> None:
     rows = carray(pointer(u64(table), np.int64), (num_sweeps, SWEEP_COLUMNS))
     for t in range(num_sweeps):
         row = rows[t]
         target = carray(pointer(u64(out + 16 * row[0]), np.uint64), (2,))
         for run in range(count_runs(row)):
             address, offset = locate_run(row, run)
-            h, s = hash_stretch(address, row[3], offset, row[4])
+            columns = row[TILE_COLUMN]
+            if columns:
+                itemsize, row_step = row[TILE_COLUMN + 3], row[TILE_COLUMN + 2]
+                h, s = hash_tile(
+                    address, offset, row[3] // itemsize, row_step, columns, row[TILE_COLUMN + 1],
+                    itemsize, row[4], scratch,
+                )  # fmt: skip
+            else:
+                h, s = hash_stretch(address, row[3], offset, row[4])
             target[0] = add(target[0], h)
             target[1] += s
 
@@ -152,17 +84,20 @@ def hash_long_run(address: int, num_bytes: int, offset: int, with_sum: int, out:
 
 
 @compile_kernel(nogil=False)
-def hash_sweeps(table: int, num_sweeps: int, out: int) -> None:
+def hash_sweeps(table: int, num_sweeps: int, out: int, scratch: int) -> None:
     """Hash many sweeps; each adds its (h, s) to row `slot` of the uint64 pairs at `out`.
 
     table: address of int64 rows [num_sweeps, SWEEP_COLUMNS]: slot, address, offset, run bytes,
     with_sum, number of dims, then for each dim (size, memory step, logical step), outer first.
-    Offsets and steps count bytes.
+    From TILE_COLUMN on, where the bytes of a run are a column of the logical tensor: number of
+    columns, their step in memory, the logical step from element to element of a run, bytes of an
+    element; else 0. Offsets and steps count bytes.
+    scratch: address of `tiles.SCRATCH_BYTES` bytes.
     """
-    _hash_rows(table, num_sweeps, out)
+    _hash_rows(table, num_sweeps, out, scratch)
 
 
 @compile_kernel(nogil=True)
-def hash_many_sweeps(table: int, num_sweeps: int, out: int) -> None:
+def hash_many_sweeps(table: int, num_sweeps: int, out: int, scratch: int) -> None:
     """As `hash_sweeps`; other Python threads may run meanwhile."""
-    _hash_rows(table, num_sweeps, out)
+    _hash_rows(table, num_sweeps, out, scratch)

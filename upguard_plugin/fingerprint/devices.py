@@ -68,12 +68,12 @@ class CopiedSlots:
         ]
         table = sweep_table(at, [self._plans.plan(part) for part in copies])
         where = (table.ctypes.data, len(table), self._pairs.address)
+        scratch = self._scratch.ctypes.data
         if measured:
             self._measures.values[at, : 2 + size] = 0.0
-            scratch = self._scratch.ctypes.data
             measure_sweeps(*where, self._measures.address, self._columns, size, scratch)
         else:
-            hash_sweeps(*where)
+            hash_sweeps(*where, scratch)
         self._slots.append(slot)
 
     def take_into(self, pairs: npt.NDArray, measures: npt.NDArray) -> None:

@@ -15,8 +15,14 @@ from numba import uint64 as u64
 
 from upguard_plugin.fingerprint import keys, sketch
 from upguard_plugin.fingerprint.cache import compile_kernel
-from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS, count_runs, hash_stretch, locate_run
+from upguard_plugin.fingerprint.cpu import (
+    MEASURE_COLUMN,
+    SWEEP_COLUMNS,
+    count_runs,
+    locate_run,
+)
 from upguard_plugin.fingerprint.residues import add, mix, pointer
+from upguard_plugin.fingerprint.stretches import hash_stretch
 
 Floats = Any  # memory seen as float64
 Row = Any  # memory seen as int64
@@ -132,7 +138,7 @@ def _measure(
     address: int, count: int, first: int, row: Row, measured: Floats, scratch: int
 ) -> None:
     """Measure a contiguous run of elements, block by block of the logical tensor."""
-    code, table, size = row[SWEEP_COLUMNS - 2], row[SWEEP_COLUMNS - 1], measured.shape[0] - 2
+    code, table, size = row[MEASURE_COLUMN], row[MEASURE_COLUMN + 1], measured.shape[0] - 2
     lanes = carray(pointer(u64(scratch + 12 * BLOCK), np.float64), (size,))
     largest_cell = carray(pointer(u64(measured.ctypes.data + 8), np.int64), (1,))
     done = 0
@@ -154,13 +160,13 @@ def measure_sweeps(
     """As `hash_sweeps`, and each sweep adds to row `slot` of the measures too.
 
     measures: address of float64 rows of `columns`: non-finite count, largest finite magnitude, then
-    the `size` buckets of the sketch. The last two columns of the table are the way to read an
-    element and the address of its table. scratch: address of SCRATCH_BYTES bytes.
+    the `size` buckets of the sketch. The table, without tiles, has from MEASURE_COLUMN on the way
+    to read an element and the address of its table. scratch: address of SCRATCH_BYTES bytes.
     """
     rows = carray(pointer(u64(table), np.int64), (num_sweeps, SWEEP_COLUMNS))
     for t in range(num_sweeps):
         row = rows[t]
-        width = SIZES[row[SWEEP_COLUMNS - 2]]
+        width = SIZES[row[MEASURE_COLUMN]]
         target = carray(pointer(u64(out + 16 * row[0]), np.uint64), (2,))
         measured = carray(pointer(u64(measures + 8 * columns * row[0]), np.float64), (2 + size,))
         for run in range(count_runs(row)):
@@ -171,7 +177,7 @@ def measure_sweeps(
                 h, s = hash_stretch(address + done, n, offset + done, row[4])
                 target[0] = add(target[0], h)
                 target[1] += s
-                if row[SWEEP_COLUMNS - 2] != NOT_MEASURED:
+                if row[MEASURE_COLUMN] != NOT_MEASURED:
                     first = (offset + done) // width
                     _measure(address + done, n // width, first, row, measured, scratch)
                 done += n

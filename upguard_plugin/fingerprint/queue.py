@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from upguard_plugin.fingerprint import tiles
 from upguard_plugin.fingerprint.cache import cache_note
 from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS, hash_many_sweeps, hash_run, hash_sweeps
 from upguard_plugin.fingerprint.devices import DeviceSlots, device_slots
@@ -66,7 +67,7 @@ class FingerprintQueue:
         self._slots = 0
         self._pairs = Rows(2, np.uint64, 0)  # h and s of each slot
         self._measures = Rows(2 + self._sketch_size, np.float64, np.nan)
-        self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+        self._scratch = np.zeros(max(SCRATCH_BYTES, tiles.SCRATCH_BYTES), np.uint8)
         self._plans = Plans()
         self._devices: dict[torch.device, DeviceSlots] = {}
 
@@ -106,7 +107,8 @@ class FingerprintQueue:
             out = self._pairs.address + 16 * slot
             hasher(address, num_bytes, 0, int(tensor.itemsize >= 8), out)
             return slot
-        return self._put_parts(dense_parts(tensor, placement), sketch)
+        with torch._C._DisableTorchDispatch():  # none of the training's operators: no mode sees it
+            return self._put_parts(dense_parts(tensor, placement), sketch)
 
     def put_many(
         self,
@@ -139,7 +141,8 @@ class FingerprintQueue:
         if rows:
             table = np.zeros((len(rows), SWEEP_COLUMNS), np.int64)
             table[:, [0, 1, 3, 4]] = np.array(rows, np.int64)
-            hash_many_sweeps(table.ctypes.data, len(rows), self._pairs.address)
+            scratch = self._scratch.ctypes.data
+            hash_many_sweeps(table.ctypes.data, len(rows), self._pairs.address, scratch)
         return range(first, self._slots)
 
     def put_bytes(self, data: bytes | bytearray | memoryview) -> int:
@@ -175,9 +178,9 @@ class FingerprintQueue:
         return Hashes(taken[0], taken[1], nonfinite, max_abs, sketch)
 
     def _put_parts(self, parts: tuple[Part, ...], sketch: bool) -> int:
-        planned = self._plans.plan_all(parts)
         size = self._sketch_size if sketch else 0
         measured = bool(self._magnitudes or size) and has_numbers(parts)
+        planned = self._plans.plan_all(parts, tiles=not measured)
         slot = self._next_slot()
         if not parts[0].tensor.is_cpu:
             device = parts[0].tensor.device
@@ -186,13 +189,16 @@ class FingerprintQueue:
             self._devices[device].put(slot, planned, measured, size)
             return slot
         table = sweep_table(slot, planned)
-        where = (table.ctypes.data, len(table), self._pairs.address)
+        where, scratch = (
+            (table.ctypes.data, len(table), self._pairs.address),
+            self._scratch.ctypes.data,
+        )
         if not measured:
             short = sum(part.tensor.nbytes for part in parts) < LONG_BYTES
-            (hash_sweeps if short else hash_many_sweeps)(*where)
+            (hash_sweeps if short else hash_many_sweeps)(*where, scratch)
             return slot
         self._measures.values[slot, : 2 + size] = 0.0
-        columns, scratch = 2 + self._sketch_size, self._scratch.ctypes.data
+        columns = 2 + self._sketch_size
         measure_sweeps(*where, self._measures.address, columns, size, scratch)
         return slot
 

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from upguard_plugin.fingerprint import keys
 
 Word = Any  # uint64 in a register
+Words = Any  # a tuple of them
 
 PRIME = np.uint64(keys.FINGERPRINT_PRIME)
 SEED_A = np.uint64(keys.SEED_A)
@@ -58,10 +59,18 @@ def multiply(x: Word, y: Word) -> Word:  # of two residues, by 32-bit halves
 
 
 @njit(inline="always")
-def join_limbs(a0: Word, a1: Word, a2: Word) -> Word:  # a0 + a1 * 2**21 + a2 * 2**42 mod P
+def join_limbs(sums: Words) -> Word:  # sums[0] + sums[1] * 2**21 + sums[2] * 2**42 mod P
+    a0, a1, a2 = sums
     a1, a2 = fold(fold(a1)), fold(fold(a2))
     r = fold(fold(a0) + ((a1 & u64((1 << 40) - 1)) << u64(21)) + (a1 >> u64(40)))
     r = fold(r + ((a2 & u64((1 << 19) - 1)) << u64(42)) + (a2 >> u64(19)))
+    return r - u64(PRIME) if r >= u64(PRIME) else r
+
+
+@njit(inline="always")
+def join_fused(sums: Words) -> Word:  # sums[0] + sums[1] * 2**52 mod P; sums[1] below 2**61
+    low, high = sums
+    r = fold(fold(low) + ((high & u64((1 << 9) - 1)) << u64(52)) + (high >> u64(9)))
     return r - u64(PRIME) if r >= u64(PRIME) else r
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS
+from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS, TILE_COLUMN
 from upguard_plugin.fingerprint.elements import reading
 from upguard_plugin.fingerprint.measure import NOT_MEASURED
 from upguard_plugin.fingerprint.parts import Part
@@ -19,6 +19,7 @@ from upguard_plugin.records import Placement
 Planned = tuple[Part, Tensor, tuple[Sweep, ...]]  # a part, the memory to sweep, and how
 
 MAX_PLANS = 4096
+NO_TILE = [0, 0, 0, 0]
 SCRATCH_BYTES = 1 << 26  # larger copies get memory of their own
 
 
@@ -29,23 +30,26 @@ class Plans:
         self._kept: dict[tuple, tuple[Placement | None, tuple[Sweep, ...] | None]] = {}
         self._scratch: Tensor | None = None
 
-    def plan_all(self, parts: Sequence[Part]) -> list[Planned]:
+    def plan_all(self, parts: Sequence[Part], *, tiles: bool = False) -> list[Planned]:
         """Plan the parts of one tensor; what is planned is to be swept before the next call."""
-        return [self.plan(part, alone=len(parts) == 1) for part in parts]
+        return [self.plan(part, alone=len(parts) == 1, tiles=tiles) for part in parts]
 
-    def plan(self, part: Part, *, alone: bool = False) -> Planned:
+    def plan(self, part: Part, *, alone: bool = False, tiles: bool = False) -> Planned:
         """Plan a part; where no sweep fits its strides, a contiguous copy of it is swept.
 
         alone: the copy may be made in memory that the next call uses again.
+        tiles: transposed storage may be swept in tiles.
         """
         tensor, placement = part.tensor, part.placement
         on_cpu = tensor.is_cpu
-        key = (id(placement), tensor.shape, tensor.stride(), tensor.itemsize, on_cpu)
+        tiles = tiles and on_cpu
+        key = (id(placement), tensor.shape, tensor.stride(), tensor.itemsize, on_cpu, tiles)
         found = self._kept.get(key)
         if found is None:
             sweeps = plan_sweeps(
-                tensor.shape, tensor.stride(), tensor.itemsize, placement, any_run=not on_cpu
-            )
+                tensor.shape, tensor.stride(), tensor.itemsize, placement,
+                any_run=not on_cpu, tiles=tiles,
+            )  # fmt: skip
             if len(self._kept) >= MAX_PLANS:
                 self._kept.clear()
             # The placement is kept with its plan: while the plan is here, its id stays its own.
@@ -78,7 +82,10 @@ def sweep_table(slot: int, planned: Iterable[Planned]) -> npt.NDArray[np.int64]:
             row += [sweep.run_bytes, int(tensor.itemsize >= 8), len(sweep.dims)]
             for dim in sweep.dims:
                 row += [dim.size, dim.memory, dim.logical]
-            rows.append(row + [0] * (SWEEP_COLUMNS - 2 - len(row)) + [code, values])
+            row += [0] * (TILE_COLUMN - len(row))
+            tile = sweep.tile
+            row += [tile.columns, tile.memory, tile.logical, tile.itemsize] if tile else NO_TILE
+            rows.append([*row, code, values])
     return np.array(rows, np.int64).reshape(-1, SWEEP_COLUMNS)
 
 

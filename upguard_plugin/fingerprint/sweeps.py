@@ -1,8 +1,9 @@
 """From strides and placement to sweeps: which runs of memory go to which logical offsets.
 
 In:  a dense tensor's shape, strides and element size, and its `Placement` where one is known.
-Out: sweeps, each a nest of loops over contiguous runs, or None where no such runs exist (transposed
-     storage): then a contiguous copy of the tensor is swept instead.
+Out: sweeps, each a nest of loops over contiguous runs. In transposed storage a run is a column of
+     the logical tensor, and the sweep goes in tiles. None where there are no runs worth it: then a
+     contiguous copy of the tensor is swept instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from upguard_plugin.fingerprint.keys import MAX_BYTES
 from upguard_plugin.records import Piece, Placement
 
 MAX_DIMS = 4  # of one sweep; deeper nests become several sweeps
+TILE_ITEMSIZES = (1, 2, 4, 8)
 SHORT_RUN_BYTES = 64  # below it the work per run costs more than a contiguous copy of the tensor
 
 
@@ -37,6 +39,17 @@ class Sweep:
     offset: int
     run_bytes: int
     dims: tuple[Dim, ...]  # outer first, steps in bytes
+    tile: Tile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Of a sweep through transposed storage: a run holds a column of the logical tensor."""
+
+    columns: int
+    memory: int  # bytes from column to column
+    logical: int  # bytes from one element of a run to the next
+    itemsize: int
 
 
 def plan_sweeps(
@@ -46,10 +59,12 @@ def plan_sweeps(
     placement: Placement | None,
     *,
     any_run: bool = False,
+    tiles: bool = False,
 ) -> tuple[Sweep, ...] | None:
     """The sweeps that cover a tensor, or None if a contiguous copy has to be made first.
 
-    strides count elements. any_run: take short runs too, as GPUs can.
+    strides count elements. any_run: take short runs too, as GPUs can. tiles: go through transposed
+    storage in tiles.
     Raises PlacementError if the placement does not fit the shape.
     """
     shape, strides = tuple(shape), tuple(strides)
@@ -82,9 +97,13 @@ def plan_sweeps(
         if dims and dims[-1].memory == dims[-1].logical == 1:
             run = dims.pop().size
         short = run * itemsize < SHORT_RUN_BYTES and prod(shape) > run
+        tile = None
         if short and not contiguous and not any_run:
-            return None
-        sweeps.extend(_split(memory[0], piece.logical_start, run, dims, itemsize))
+            if tiles and run == 1:
+                run, tile = _take_tile(dims, itemsize)
+            if tile is None:
+                return None
+        sweeps.extend(_split(memory[0], piece.logical_start, run, dims, itemsize, tile))
     return tuple(sweeps)
 
 
@@ -168,7 +187,22 @@ def _coalesce(sizes: Sequence[int], memory: Sequence[int], logical: Sequence[int
     return dims
 
 
-def _split(start: int, offset: int, run: int, dims: list[Dim], itemsize: int) -> Iterator[Sweep]:
+def _take_tile(dims: list[Dim], itemsize: int) -> tuple[int, Tile | None]:
+    """Take the loops of a tile out of `dims`: the length of a run and the tile, if there is one."""
+    along = next((dim for dim in dims if dim.memory == 1), None)
+    across = next((dim for dim in dims if dim.logical == 1 and dim.memory > 0), None)
+    fits = along is not None and across is not None and itemsize in TILE_ITEMSIZES
+    if not fits or along.size * itemsize < SHORT_RUN_BYTES or along.logical <= 0:
+        return 1, None
+    dims.remove(along)
+    dims.remove(across)
+    step = along.logical * itemsize
+    return along.size, Tile(across.size, across.memory * itemsize, step, itemsize)
+
+
+def _split(
+    start: int, offset: int, run: int, dims: list[Dim], itemsize: int, tile: Tile | None
+) -> Iterator[Sweep]:
     """One sweep for each setting of the loops that are too deep for one."""
     outer, inner = dims[:-MAX_DIMS], dims[-MAX_DIMS:]
     scaled = tuple(Dim(d.size, d.memory * itemsize, d.logical * itemsize) for d in inner)
@@ -176,4 +210,4 @@ def _split(start: int, offset: int, run: int, dims: list[Dim], itemsize: int) ->
         moved = list(zip(position, outer, strict=True))
         memory = start + sum(k * d.memory for k, d in moved)
         logical = offset + sum(k * d.logical for k, d in moved)
-        yield Sweep(memory * itemsize, logical * itemsize, run * itemsize, scaled)
+        yield Sweep(memory * itemsize, logical * itemsize, run * itemsize, scaled, tile)

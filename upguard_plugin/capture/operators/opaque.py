@@ -72,9 +72,9 @@ class OpaqueCode:
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             if not probe.watches():
                 return original(cls, *args, **kwargs)
-            running = probe.enter_opaque(f"autograd.{cls.__name__}", args, kwargs)
+            running = probe.calls.begin_opaque(f"autograd.{cls.__name__}", args, kwargs)
             result = original(cls, *args, **kwargs)
-            probe.leave_opaque(running, result)
+            probe.calls.finish_opaque(running, result)
             return result
 
         return classmethod(apply)
@@ -87,9 +87,9 @@ class OpaqueCode:
             if not probe.watches():
                 return original(node, *grads)
             name = f"autograd.{node._forward_cls.__name__}"
-            running = probe.enter_opaque(name, grads, {})
+            running = probe.calls.begin_opaque(name, grads, {})
             result = original(node, *grads)
-            probe.leave_opaque(running, result)
+            probe.calls.finish_opaque(running, result)
             return result
 
         return apply
@@ -105,9 +105,10 @@ class OpaqueCode:
                 if not probe.watches():
                     return launcher(*args, **kwargs)
                 name = f"triton.{_name_of(kernel)}"
-                running = probe.enter_opaque(name, args, kwargs, writes=True)
-                result = launcher(*args, **kwargs)
-                probe.leave_opaque(running, None)
+                running = probe.calls.begin_opaque(name, args, kwargs, writes=True)
+                with probe.inside_launch():
+                    result = launcher(*args, **kwargs)
+                probe.calls.finish_opaque(running, None)
                 return result
 
             return launch

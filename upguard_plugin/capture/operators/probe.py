@@ -1,32 +1,23 @@
 """Watches every operator that the dispatcher shows: forward, backward, optimizer.
 
 In:  operators, below autograd, as a `TorchDispatchMode` sees them.
-Out: for each, its inputs and its outputs as events of the module (or parameter) it works for.
-
-A tensor that nobody wrote since it was last hashed is not hashed again: the recorder knows from
-`storages.py`, which this probe keeps up to date. What newcomers get wrong: an operator that is not
-recorded (another module, a view, a bypassed one) may still write, so it has to be followed too.
+Out: calls of `calls.py`, around each operator that is the training's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from upguard_plugin.capture.operators.arguments import Argument, tensors_given, tensors_returned
-from upguard_plugin.capture.operators.locator import Locator
+from upguard_plugin.capture.operators.calls import OperatorCalls
 from upguard_plugin.capture.operators.modes import below_others, leave_mode
 from upguard_plugin.capture.operators.opaque import OpaqueCode
-from upguard_plugin.capture.operators.places import Place
-from upguard_plugin.capture.operators.schema import Operator, describe, opaque_operator
-from upguard_plugin.capture.operators.sites import Site, Sites
-from upguard_plugin.capture.rng import generator_state
-from upguard_plugin.capture.shield import out_of_sight, shielded
-from upguard_plugin.capture.storages import Storages, extent_of
-from upguard_plugin.trace.batch import NONE
+from upguard_plugin.capture.shield import shielded
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
@@ -34,19 +25,6 @@ if TYPE_CHECKING:
 _RNG_SLOT = "generator"
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-@dataclass(slots=True)
-class Running:
-    """An operator between its inputs and its outputs."""
-
-    operator: Operator
-    arguments: list[Argument]
-    place: Place
-    phase: str
-    site: Site | None = None  # None: it is followed, not recorded
-    call: int = 0
-    element_sites: tuple[Site, ...] = ()  # of a `_foreach_` operator: whom each element is for
 
 
 class OperatorProbe(TorchDispatchMode):
@@ -62,18 +40,14 @@ class OperatorProbe(TorchDispatchMode):
     def __init__(self, guard: Guard) -> None:
         super().__init__()
         self.recorder = guard.recorder
-        self._position = guard.position
-        self._selected = guard.config.selected_module
-        self._storages = Storages()
-        self._sites = Sites()
-        self._locator = Locator(guard)
+        self.calls = OperatorCalls(guard)
         self._opaque = OpaqueCode(self)
         self._entered = False
-        self._step = NONE
+        self._launching: set[int] = set()  # threads inside a launch
 
     def attach(self) -> None:
         """Enter the mode, for this thread and for the backward threads it starts."""
-        self.recorder.storages = self._storages
+        self.recorder.storages = self.calls.storages
         self._opaque.attach()
         self._entered = True
         self.__enter__()
@@ -84,7 +58,7 @@ class OperatorProbe(TorchDispatchMode):
         self._entered = False
         self._opaque.detach()
         self.recorder.storages = None
-        self._locator.forget()
+        self.calls.forget()
 
     def __torch_dispatch__(
         self,
@@ -94,17 +68,17 @@ class OperatorProbe(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not self.recorder.active or (self._launching and get_ident() in self._launching):
+            return func(*args, **kwargs)
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             return func(*args, **kwargs)  # nothing is computed: shapes are worked out
         for kind in types:
             if kind not in _PLAIN:
                 return self._pass_to_subclass(func, args, kwargs)
-        if not self.recorder.active:
-            return func(*args, **kwargs)
-        running = self._begin(func, args, kwargs)
+        running = self.calls.begin(func, args, kwargs)
         result = func(*args, **kwargs)  # what it raises is the user's
         if running is not None:
-            self._finish(running, result)
+            self.calls.finish(running, result)
         return result
 
     def _pass_to_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,205 +93,21 @@ class OperatorProbe(TorchDispatchMode):
         return (
             self._entered
             and self.recorder.active
+            and get_ident() not in self._launching
             and not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
             and not torch.compiler.is_compiling()
         )
 
-    @shielded
-    def enter_opaque(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool = False
-    ) -> Running | None:
-        """Record the inputs of code that may bypass the dispatcher. writes: all may be written."""
-        if out_of_sight(self.recorder):
-            return None
-        self._follow_step()
-        arguments = [
-            argument
-            for argument in tensors_given(args, kwargs)
-            if not is_traceable_wrapper_subclass(argument.tensor)
-        ]
-        operator = opaque_operator(name, frozenset(a.key for a in arguments) if writes else None)
-        return self._begin_recorded(operator, arguments, kwargs)
-
-    @shielded
-    def leave_opaque(self, running: Running | None, result: Any) -> None:
-        """Record what that code returned; nothing of what it touched is trusted any more."""
-        if running is None:
-            return
-        returned = tensors_returned(result)
-        for argument in returned:
-            argument.storage = self._storages.find(argument.tensor)
-            self._locator.note_node(argument.tensor.grad_fn, running.place)
-        for argument in (*running.arguments, *returned):
-            if argument.storage is not None:
-                argument.storage.known.clear()
-        for argument in running.arguments:
-            if argument.key in running.operator.written:
-                self._written(running, argument, "after")
-        for argument in returned:
-            if argument.storage is not None:
-                argument.storage.forget_blank()
-            if not is_traceable_wrapper_subclass(argument.tensor):
-                self._written(running, argument, None)
+    @contextmanager
+    def inside_launch(self) -> Iterator[None]:
+        """What this thread's operators do inside is the launch's own work, and no event."""
+        self._launching.add(get_ident())
+        try:
+            yield
+        finally:
+            self._launching.discard(get_ident())
 
     @shielded
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Somebody gets the address of the tensor's memory: it is never trusted again."""
-        self._storages.lose_sight(tensor, for_good=True)
-
-    @shielded
-    def _begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Running | None:
-        """Record the inputs. None: there is nothing to be said of the operator's results."""
-        if not isinstance(func, torch._ops.OpOverload):
-            return None  # a higher-order operator: what it runs comes by itself
-        self._follow_step()
-        operator = describe(func)
-        if operator.is_view or not operator.is_observed:
-            self._locator.place_quickly()
-            return None
-        arguments = tensors_given(args, kwargs)
-        if operator.is_collective:
-            for argument in arguments:
-                self._storages.lose_sight(argument.tensor)
-            return None
-        return self._begin_recorded(operator, arguments, kwargs)
-
-    def _begin_recorded(
-        self, operator: Operator, arguments: list[Argument], kwargs: dict[str, Any]
-    ) -> Running | None:
-        find = self._storages.find
-        for argument in arguments:
-            argument.storage = find(argument.tensor)
-        place, phase = self._locator.place_of(arguments)
-        if not self._is_selected(place.boundary, phase):
-            return Running(operator, arguments, place, phase) if operator.has_effects else None
-        running, site = self._running(operator, place, phase, arguments)
-        if operator.is_random:
-            self._record_generator(running, site, kwargs)
-        if not operator.makes_uninitialised:
-            for argument in arguments:
-                if self._has_value(operator, argument):
-                    moment = "before" if argument.key in operator.written else None
-                    self._record(running, argument, "input", moment)
-        return running
-
-    @shielded
-    def _finish(self, running: Running, result: Any) -> None:
-        """Record what the operator wrote, then what it returned."""
-        operator, arguments = running.operator, running.arguments
-        if operator.makes_uninitialised:
-            self._made_blank(arguments, result)
-            return
-        if operator.written:
-            for argument in arguments:
-                if argument.key in operator.written:
-                    self._written(running, argument, "after")
-        elif operator.is_foreign:
-            for argument in arguments:
-                if argument.storage is not None:
-                    argument.storage.known.clear()
-        known = [argument.storage for argument in arguments if argument.storage is not None]
-        for returned in tensors_returned(result):
-            if operator.written and any(a.tensor is returned.tensor for a in arguments):
-                continue  # its version counter has not moved yet: it must not be looked up now
-            returned.storage = self._storages.find(returned.tensor)
-            if returned.storage not in known or operator.writes_its_result:
-                self._written(running, returned, None)
-                if operator.writes_its_result:
-                    break
-
-    def _written(self, running: Running, argument: Argument, moment: str | None) -> None:
-        """Record what the operator left in a tensor, and that it wrote it."""
-        storage, tensor = argument.storage, argument.tensor
-        if storage is None:
-            if moment is not None:
-                # Which memory is behind a tensor of this kind is not known: it may be any.
-                self._storages.forget_hashes()
-            self._record(running, argument, "output", moment)
-            return
-        self._storages.writing(storage, tensor, running.phase, moment is not None)
-        writer = self._record(running, argument, "output", moment)
-        storage.note_writer(extent_of(tensor), writer)
-
-    def _made_blank(self, arguments: list[Argument], result: Any) -> None:
-        """The result of an operator that allocates and does not write."""
-        for argument in arguments:
-            if argument.storage is not None and argument.tensor is result:  # resize_
-                before = argument.storage.memory[1]
-                self._storages.of(result).grow_blank(before)
-                return
-        for returned in tensors_returned(result):
-            storage = self._storages.find(returned.tensor)
-            if storage is not None:
-                storage.make_blank()
-
-    def _running(
-        self, operator: Operator, place: Place, phase: str, arguments: list[Argument]
-    ) -> tuple[Running, Site]:
-        boundary, source, sites = place.boundary, place.source, self._sites
-        elements: tuple[Site, ...] = ()
-        if operator.is_foreach:
-            owners = self._locator.element_owners(arguments, phase)
-            elements = tuple(sites.of(owner, operator.name, phase, source) for owner in owners)
-        site = sites.of(boundary, operator.name, phase, source)
-        call = sites.next_call(site, place.microbatch, self._position.module_call)
-        return Running(operator, arguments, place, phase, site, call, elements), site
-
-    def _is_selected(self, boundary: str, phase: str) -> bool:
-        if phase in self.recorder.phases_left_out:
-            return False
-        # A parameter's operators are selected with the parameter, or with its module.
-        return self._selected(boundary) or self._selected(boundary.rpartition(".")[0])
-
-    def _has_value(self, operator: Operator, argument: Argument) -> bool:
-        """Whether an argument holds a value of the run when the operator begins."""
-        # out=: what was in that memory before plays no part.
-        replaced = operator.overwrites or isinstance(argument.key, str)
-        if replaced and argument.key in operator.written:
-            return False
-        return argument.storage is None or argument.storage.has_value(argument.tensor)
-
-    def _record(self, running: Running, argument: Argument, role: str, moment: str | None) -> int:
-        site = running.site
-        if site is None:
-            return NONE
-        if running.element_sites and argument.element != NONE:
-            site = running.element_sites[argument.element]
-        key = site.key(self.recorder, argument, role, moment)
-        return self.recorder.record_as(
-            key, argument.tensor, None, running.place.microbatch, running.call,
-            storage=argument.storage,
-        )  # fmt: skip
-
-    def _record_generator(self, running: Running, site: Site, kwargs: dict[str, Any]) -> None:
-        """The state that the operator will draw from is one of its inputs."""
-        generator = kwargs.get("generator")
-        if generator is None:
-            device = next((argument.tensor.device for argument in running.arguments), None)
-            generator = _default_generator(kwargs.get("device") or device)
-        if generator is not None:
-            self.recorder.record_bytes(
-                site.boundary, generator_state(generator), role="rng", slot=_RNG_SLOT,
-                phase=running.phase, call=running.call, operator=site.operator,
-                microbatch=running.place.microbatch,
-            )  # fmt: skip
-
-    def _follow_step(self) -> None:
-        if self._position.step == self._step:
-            return
-        if self._position.step != self._step + 1:
-            self._storages.forget_all()  # nobody followed what was written meanwhile
-        self._step = self._position.step
-        self._sites.begin_step()
-        self._locator.forget()
-
-
-def _default_generator(device: Any) -> torch.Generator | None:
-    """The generator an operator on the device draws from, where it can be read without waiting."""
-    device = torch.device(device or "cpu")
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
+        self.calls.storages.lose_sight(tensor, for_good=True)

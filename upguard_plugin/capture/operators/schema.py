@@ -53,6 +53,8 @@ class Operator:
     writes_its_result: bool
     is_observed: bool
     is_foreign: bool  # not torch's own: its schema may be silent on what it writes
+    returns_fresh: bool  # its results share no memory with its arguments
+    returns_written: bool  # its results are arguments that it wrote, nothing else
 
     @property
     def has_effects(self) -> bool:
@@ -87,6 +89,9 @@ def describe(overload: torch._ops.OpOverload) -> Operator:
         writes_its_result=schema.name in _WRITES_ITS_RESULT,
         is_observed=namespace not in _UNOBSERVED_NAMESPACES,
         is_foreign=namespace != "aten",
+        returns_fresh=namespace == "aten" and not written and not any(aliases),
+        returns_written=bool(written)
+        and all(alias is not None and alias.is_write for alias in aliases),
     )
 
 
@@ -105,4 +110,6 @@ def opaque_operator(name: str, written: frozenset[int | str] | None = None) -> O
         writes_its_result=False,
         is_observed=True,
         is_foreign=True,
+        returns_fresh=False,
+        returns_written=False,
     )

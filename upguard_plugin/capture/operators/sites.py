@@ -24,18 +24,20 @@ class Site:
     def __init__(self, boundary: str, operator: str, phase: str, source: Source | None) -> None:
         self.boundary, self.operator = boundary, operator
         self.phase, self.source = phase, source
-        self._keys: dict[tuple[str, str, str | None, torch.dtype, torch.Size], int] = {}
+        self._keys: dict[tuple[str, str, str | None], tuple[torch.dtype, torch.Size, int]] = {}
 
     def key(self, recorder: Recorder, argument: Argument, role: str, moment: str | None) -> int:
         """The recorder's key for the event of a tensor here; NONE for a role left out."""
-        tensor = argument.tensor
-        kind = (argument.slot, role, moment, tensor.dtype, tensor.shape)
-        key = self._keys.get(kind)
-        if key is None:
-            key = self._keys[kind] = recorder.key_of(
-                self.boundary, tensor, role=role, slot=argument.slot, phase=self.phase,
-                operator=self.operator, placement=None, source=self.source, moment=moment,
-            )  # fmt: skip
+        tensor, kind = argument.tensor, (argument.slot, role, moment)
+        dtype, shape = tensor.dtype, tensor.shape
+        last = self._keys.get(kind)  # mostly the same tensor again, or another one like it
+        if last is not None and last[0] is dtype and last[1] == shape:
+            return last[2]
+        key = recorder.key_of(
+            self.boundary, tensor, role=role, slot=argument.slot, phase=self.phase,
+            operator=self.operator, placement=None, source=self.source, moment=moment,
+        )  # fmt: skip
+        self._keys[kind] = (dtype, shape, key)
         return key
 
 

@@ -1,0 +1,264 @@
+"""What is recorded of an operator: its inputs before it runs, what it wrote and returned after.
+
+In:  an operator, or code that may bypass the dispatcher, with its arguments and its result.
+Out: events of the module (or parameter) it works for.
+
+A tensor that nobody wrote since it was last hashed is not hashed again: the recorder knows from
+`storages.py`, which is kept up to date here. What newcomers get wrong: an operator that is not
+recorded (another module, a view, a bypassed one) may still write, so it has to be followed too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from upguard_plugin.capture.operators.arguments import Argument, tensors_given, tensors_returned
+from upguard_plugin.capture.operators.locator import Locator
+from upguard_plugin.capture.operators.places import Place
+from upguard_plugin.capture.operators.schema import Operator, describe, opaque_operator
+from upguard_plugin.capture.operators.sites import Site, Sites
+from upguard_plugin.capture.rng import generator_state
+from upguard_plugin.capture.shield import out_of_sight, shielded
+from upguard_plugin.capture.storages import Storages, extent_of
+from upguard_plugin.trace.batch import NONE
+
+if TYPE_CHECKING:
+    from upguard_plugin.capture.guard import Guard
+
+_RNG_SLOT = "generator"
+
+
+@dataclass(slots=True)
+class Running:
+    """An operator between its inputs and its outputs."""
+
+    operator: Operator
+    arguments: list[Argument]
+    place: Place
+    phase: str
+    site: Site | None = None  # None: it is followed, not recorded
+    call: int = 0
+    element_sites: tuple[Site, ...] = ()  # of a `_foreach_` operator: whom each element is for
+
+
+class OperatorCalls:
+    """Records the operators of one run, in program order. Its public methods are shielded."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.recorder = guard.recorder
+        self.storages = Storages()
+        self._position = guard.position
+        self._selected = guard.config.selected_module
+        self._selects_all = not (guard.config.modules or self.recorder.phases_left_out)
+        self._inputs_wanted = self.recorder.wants("input")
+        self._sites = Sites()
+        self._locator = Locator(guard)
+        self._step = NONE
+
+    def forget(self) -> None:
+        """To be called when no operators are watched any more."""
+        self._locator.forget()
+
+    @shielded
+    def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Running | None:
+        """Record the inputs. None: there is nothing to be said of the operator's results."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return None  # a higher-order operator: what it runs comes by itself
+        self._follow_step()
+        operator = describe(func)
+        if operator.is_view or not operator.is_observed:
+            self._locator.place_quickly()
+            return None
+        arguments = tensors_given(args, kwargs)
+        if operator.is_collective:
+            for argument in arguments:
+                self.storages.lose_sight(argument.tensor)
+            return None
+        return self._begin_recorded(operator, arguments, kwargs)
+
+    @shielded
+    def begin_opaque(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], writes: bool = False
+    ) -> Running | None:
+        """Record the inputs of code that may bypass the dispatcher. writes: all may be written."""
+        if out_of_sight(self.recorder):
+            return None
+        self._follow_step()
+        arguments = [
+            argument
+            for argument in tensors_given(args, kwargs)
+            if not is_traceable_wrapper_subclass(argument.tensor)
+        ]
+        operator = opaque_operator(name, frozenset(a.key for a in arguments) if writes else None)
+        return self._begin_recorded(operator, arguments, kwargs)
+
+    @shielded
+    def finish_opaque(self, running: Running | None, result: Any) -> None:
+        """Record what that code returned; nothing of what it touched is trusted any more."""
+        if running is None:
+            return
+        returned = tensors_returned(result)
+        for argument in returned:
+            argument.storage = self.storages.find(argument.tensor)
+            self._locator.note_node(argument.tensor.grad_fn, running.place)
+        for argument in (*running.arguments, *returned):
+            if argument.storage is not None:
+                argument.storage.known.clear()
+        for argument in running.arguments:
+            if argument.key in running.operator.written:
+                self._written(running, argument, "after")
+        for argument in returned:
+            if argument.storage is not None:
+                argument.storage.forget_blank()
+            if not is_traceable_wrapper_subclass(argument.tensor):
+                self._written(running, argument, None)
+
+    def _begin_recorded(
+        self, operator: Operator, arguments: list[Argument], kwargs: dict[str, Any]
+    ) -> Running | None:
+        place, phase = self._locator.place_of(arguments)
+        selected = self._selects_all or self._is_selected(place.boundary, phase)
+        if not selected and not operator.has_effects:
+            return None
+        if self._inputs_wanted or not operator.returns_fresh:
+            find = self.storages.find
+            for argument in arguments:
+                argument.storage = find(argument.tensor)
+        if not selected:
+            return Running(operator, arguments, place, phase)
+        running, site = self._running(operator, place, phase, arguments)
+        if operator.is_random:
+            self._record_generator(running, site, kwargs)
+        if self._inputs_wanted and not operator.makes_uninitialised:
+            for argument in arguments:
+                if self._has_value(operator, argument):
+                    moment = "before" if argument.key in operator.written else None
+                    self._record(running, argument, "input", moment)
+        return running
+
+    @shielded
+    def finish(self, running: Running, result: Any) -> None:
+        """Record what the operator wrote, then what it returned."""
+        operator, arguments = running.operator, running.arguments
+        if operator.makes_uninitialised:
+            self._made_blank(arguments, result)
+            return
+        if operator.written:
+            for argument in arguments:
+                if argument.key in operator.written:
+                    self._written(running, argument, "after")
+            if operator.returns_written:
+                return
+        elif operator.is_foreign:
+            for argument in arguments:
+                if argument.storage is not None:
+                    argument.storage.known.clear()
+        known = [argument.storage for argument in arguments if argument.storage is not None]
+        for returned in tensors_returned(result):
+            if operator.written and any(a.tensor is returned.tensor for a in arguments):
+                continue  # its version counter has not moved yet: it must not be looked up now
+            returned.storage = self.storages.find(returned.tensor)
+            if returned.storage not in known or operator.writes_its_result:
+                self._written(running, returned, None)
+                if operator.writes_its_result:
+                    break
+
+    def _written(self, running: Running, argument: Argument, moment: str | None) -> None:
+        """Record what the operator left in a tensor, and that it wrote it."""
+        storage, tensor = argument.storage, argument.tensor
+        if storage is None:
+            if moment is not None:
+                # Which memory is behind a tensor of this kind is not known: it may be any.
+                self.storages.forget_hashes()
+            self._record(running, argument, "output", moment)
+            return
+        self.storages.writing(storage, tensor, running.phase, moment is not None)
+        writer = self._record(running, argument, "output", moment)
+        storage.note_writer(extent_of(tensor), writer)
+
+    def _made_blank(self, arguments: list[Argument], result: Any) -> None:
+        """The result of an operator that allocates and does not write."""
+        for argument in arguments:
+            if argument.storage is not None and argument.tensor is result:  # resize_
+                before = argument.storage.memory[1]
+                self.storages.of(result).grow_blank(before)
+                return
+        for returned in tensors_returned(result):
+            storage = self.storages.find(returned.tensor)
+            if storage is not None:
+                storage.make_blank()
+
+    def _running(
+        self, operator: Operator, place: Place, phase: str, arguments: list[Argument]
+    ) -> tuple[Running, Site]:
+        boundary, source, sites = place.boundary, place.source, self._sites
+        elements: tuple[Site, ...] = ()
+        if operator.is_foreach:
+            owners = self._locator.element_owners(arguments, phase)
+            elements = tuple(sites.of(owner, operator.name, phase, source) for owner in owners)
+        site = sites.of(boundary, operator.name, phase, source)
+        call = sites.next_call(site, place.microbatch, self._position.module_call)
+        return Running(operator, arguments, place, phase, site, call, elements), site
+
+    def _is_selected(self, boundary: str, phase: str) -> bool:
+        if phase in self.recorder.phases_left_out:
+            return False
+        # A parameter's operators are selected with the parameter, or with its module.
+        return self._selected(boundary) or self._selected(boundary.rpartition(".")[0])
+
+    def _has_value(self, operator: Operator, argument: Argument) -> bool:
+        """Whether an argument holds a value of the run when the operator begins."""
+        # out=: what was in that memory before plays no part.
+        replaced = operator.overwrites or isinstance(argument.key, str)
+        if replaced and argument.key in operator.written:
+            return False
+        return argument.storage is None or argument.storage.has_value(argument.tensor)
+
+    def _record(self, running: Running, argument: Argument, role: str, moment: str | None) -> int:
+        site = running.site
+        if site is None:
+            return NONE
+        if running.element_sites and argument.element != NONE:
+            site = running.element_sites[argument.element]
+        key = site.key(self.recorder, argument, role, moment)
+        return self.recorder.record_as(
+            key, argument.tensor, None, running.place.microbatch, running.call,
+            storage=argument.storage,
+        )  # fmt: skip
+
+    def _record_generator(self, running: Running, site: Site, kwargs: dict[str, Any]) -> None:
+        """The state that the operator will draw from is one of its inputs."""
+        generator = kwargs.get("generator")
+        if generator is None:
+            device = next((argument.tensor.device for argument in running.arguments), None)
+            generator = _default_generator(kwargs.get("device") or device)
+        if generator is not None:
+            self.recorder.record_bytes(
+                site.boundary, generator_state(generator), role="rng", slot=_RNG_SLOT,
+                phase=running.phase, call=running.call, operator=site.operator,
+                microbatch=running.place.microbatch,
+            )  # fmt: skip
+
+    def _follow_step(self) -> None:
+        if self._position.step == self._step:
+            return
+        if self._position.step != self._step + 1:
+            self.storages.forget_all()  # nobody followed what was written meanwhile
+        self._step = self._position.step
+        self._sites.begin_step()
+        self._locator.forget()
+
+
+def _default_generator(device: Any) -> torch.Generator | None:
+    """The generator an operator on the device draws from, where it can be read without waiting."""
+    device = torch.device(device or "cpu")
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
