@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from traces import Cluster, write_run, write_simulated
@@ -39,17 +40,18 @@ class Case:
     by_mpiexec: bool = False
 
     def command(self, folder: Path) -> list[str]:
-        pair = [str(made(folder / f"{self.size}-{name}", self.write)) for name in self.pair]
+        baseline = made(folder / f"{self.size}-{BASELINE}", lambda path: self.write(path, False))
+        if self.name == "identical":
+            target = made(folder / f"{self.size}-{self.name}", partial(shutil.copytree, baseline))
+        else:
+            target = made(folder / f"{self.size}-{self.name}", lambda path: self.write(path, True))
         jobs = [] if self.processes == 1 or self.by_mpiexec else ["--jobs", str(self.processes)]
-        line = [sys.executable, "-m", "upguard_plugin.cli", "compare", *pair, *self.options, *jobs]
+        pair = [str(baseline), str(target), *self.options, *jobs]
+        line = [sys.executable, "-m", "upguard_plugin.cli", "compare", *pair]
         if self.processes > 1 and self.by_mpiexec:
             mpiexec = str(Path(sys.executable).with_name("mpiexec"))
             line = [mpiexec, "-n", str(self.processes), *line]
         return line
-
-    @property
-    def pair(self) -> tuple[str, str]:
-        return BASELINE, self.name
 
     @property
     def how(self) -> str:
@@ -58,12 +60,12 @@ class Case:
         return " ".join([*self.options, *several])
 
 
-def made(path: Path, write: Callable[[Path, bool], None]) -> Path:
+def made(path: Path, write: Callable[[Path], object]) -> Path:
     """The run of that name; written if it is not there."""
     if not path.exists():
         unfinished = path.with_name(f"{path.name}-unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        write(unfinished, path.name.endswith("divergent"))
+        write(unfinished)
         unfinished.rename(path)
     return path
 
