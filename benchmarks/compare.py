@@ -13,7 +13,9 @@ command. 100 million events take 1.2 GB a side and a minute to write, 10,240 sim
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -102,10 +104,20 @@ def measured(command: list[str]) -> dict:
         " used.ru_utime + used.ru_stime, used.ru_maxrss / 1024]))"
     )
     told = subprocess.run(
-        [sys.executable, "-c", program, *command], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, *command],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"LD_LIBRARY_PATH": str(library_folder())},
     )
     code, wall, cpu, memory = json.loads(told.stdout)
     return {"exit": code, "wall_s": wall, "cpu_s": cpu, "memory_mib": memory}
+
+
+def library_folder() -> Path:
+    """Where the MPI library lies that was installed with mpi4py, perhaps in another environment."""
+    found = importlib.util.find_spec("mpi4py")
+    return Path(sys.prefix) if found is None else Path(found.origin).parents[3]
 
 
 def best(commands: list[list[str]], rounds: int) -> list[dict]:
