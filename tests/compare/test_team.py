@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.memory_run import MemoryRun, replace, written
 from tests.toy_training import flip, train
 from upguard_plugin.cli import main
+from upguard_plugin.compare import crew
 from upguard_plugin.compare.pieces import shares_of
 from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.compare.team import Part, joined
@@ -296,3 +297,17 @@ def test_an_incomplete_rank_is_said_by_all():
 
     assert answers == [compare_runs(baseline, target)] * 3
     assert answers[0].verdict == "incomparable"
+
+
+def test_what_is_read_again_gives_the_same_answer(monkeypatch):
+    """Nothing but the rank in use stays in memory."""
+    toy = {"world": 4, "num_steps": 3, "collectives": True}
+    baseline = train(**toy)
+    target = train(**toy, fault=flip("1/0/forward/head/output"), name="target")
+    kept = compare_runs(baseline, target)
+    monkeypatch.setattr(crew, "_MOST_KEPT", 0)
+    num_reads = baseline.num_reads
+
+    assert compare_runs(baseline, target) == kept
+    assert baseline.num_reads - num_reads > num_reads
+    assert kept.first_divergence.ranks == [0, 1, 2, 3]

@@ -6,6 +6,7 @@ Out: facts, messages, sightings and divergences of all ranks, the same on every 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from upguard_plugin.compare.causes import Cause
@@ -20,16 +21,20 @@ from upguard_plugin.compare.facts import (
     pairing_of,
     sightings_of,
 )
+from upguard_plugin.compare.keys import KeySpace
 from upguard_plugin.compare.obstacles import missing_steps
+from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.pieces import Piece, Progress, Share, Work, scan_pieces, shares_of
 from upguard_plugin.compare.ranks import Origin
 from upguard_plugin.compare.run import Run
-from upguard_plugin.compare.scan import Request
+from upguard_plugin.compare.scan import RankScan, Request
 from upguard_plugin.compare.spread import spread_of
 from upguard_plugin.compare.steps import RankSteps, steps_behind
 from upguard_plugin.compare.team import Team
 from upguard_plugin.trace.step_table import StepTable
 from upguard_plugin.verdict import Divergence, EventRef, Spread
+
+_MOST_KEPT = 2_000_000  # events of both runs that stay in memory, some 130 bytes each
 
 
 class Crew:
@@ -39,8 +44,13 @@ class Crew:
         self._runs = (baseline, target)
         self._ranks = ranks
         self._team = team
+        self._space = KeySpace()  # one for all ranks: most of them have the same keys
         self._pieces: dict[int, Piece] = {}  # by rank
         self._divergent: dict[int, int] = {}  # rank -> step
+        self._kept: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # rank -> events in memory; used last: end
+        self._num_kept = 0  # events of these
 
     def scan(self, request: Request, noise: Sequence[Run], progress: Progress) -> list[RankFacts]:
         """Compare all ranks; one answer per rank."""
@@ -48,24 +58,24 @@ class Crew:
         told: list[RankFacts] = []
 
         def opened(share: Share) -> Piece:
-            steps = RankSteps(*self._runs, share.rank, lag)
+            steps = RankSteps(*self._runs, share.rank, lag, self._space)
             piece = self._pieces[share.rank] = Piece.of(share, steps, noise, request)
             return piece
 
-        work = Work(
-            shares_of(self._ranks, team.index, team.size),
-            opened,
-            lambda piece: told.append(self._facts_of(piece, request)),
-            progress,
-        )
-        scan_pieces(work, request, team)
+        def done(piece: Piece) -> None:
+            told.append(self._facts_of(piece, request))
+            self._used(piece)
+
+        shares = shares_of(self._ranks, team.index, team.size)
+        scan_pieces(Work(shares, opened, done, progress), request, team)
         found = merged_facts(team.share(lambda: told))
         self._divergent = {part.rank: part.step for part in found if part.step is not None}
         return found
 
     def num_events_of_others(self, run: Run) -> int:
         """Events of the run on ranks that are not compared."""
-        others = [rank for rank in run.ranks if rank not in self._ranks]
+        compared = set(self._ranks)
+        others = [rank for rank in run.ranks if rank not in compared]
         mine = others[self._team.index :: self._team.size]
         return sum(
             self._team.share(
@@ -77,7 +87,7 @@ class Crew:
         """What all ranks that have the step gave to each other in it."""
         return self._team.share(
             lambda: [
-                messages_of(rank, pairing_of(piece.scan.steps, step).baseline)
+                messages_of(rank, self._pairing(rank, step).baseline)
                 for rank, piece in self._pieces.items()
                 if self._tells_of(piece, step)
             ]
@@ -90,7 +100,7 @@ class Crew:
                 seen
                 for rank, piece in self._pieces.items()
                 if rank in ranks
-                for seen in sightings_of(piece.scan, self._team.index)
+                for seen in sightings_of(self._used(piece), self._team.index)
             ]
         )
 
@@ -127,10 +137,27 @@ class Crew:
         def refer() -> list[EventRef]:
             if process != self._team.index:
                 return []
-            pairing = pairing_of(self._pieces[rank].scan.steps, step)
+            pairing = self._pairing(rank, step)
             return [event_ref(pairing.baseline.batch, row, rank)]
 
         return self._team.share(refer)[0]
+
+    def _pairing(self, rank: int, step: int) -> Pairing:
+        found = pairing_of(self._pieces[rank].scan.steps, step)
+        self._used(self._pieces[rank])
+        return found
+
+    def _used(self, piece: Piece) -> RankScan:
+        """Its scan. What other ranks read and nobody used for long is freed, to be read again."""
+        rank = piece.share.rank
+        self._num_kept -= self._kept.pop(rank, 0)
+        self._kept[rank] = piece.scan.steps.num_kept_events
+        self._num_kept += self._kept[rank]
+        while self._num_kept > _MOST_KEPT and len(self._kept) > 1:
+            oldest, num_events = self._kept.popitem(last=False)
+            self._num_kept -= num_events
+            self._pieces[oldest].scan.steps.forget(None)
+        return piece.scan
 
     def _lag(self) -> int:
         """How many steps the target lags behind: a matter of the whole run."""
@@ -151,7 +178,7 @@ class Crew:
 
     def _spread(self, origin: Origin) -> Spread:
         seen, scan = origin.seen, self._pieces[origin.seen.rank].scan
-        pairing = pairing_of(scan.steps, seen.step)
+        pairing = self._pairing(seen.rank, seen.step)
         assert scan.chosen is not None
         return spread_of(seen.rank, seen.step, seen.finding, pairing, scan.chosen)
 
@@ -161,6 +188,6 @@ class Crew:
         seen = origin.seen
         steps = self._pieces[seen.rank].scan.steps
         world_size = self._runs[0].manifest.world_size
-        pairing = pairing_of(steps, seen.step)
+        pairing = self._pairing(seen.rank, seen.step)
         scene = Scene(steps, seen.step, pairing, seen.finding, world_size, one_program)
         return divergence(origin, scene, decide(scene))

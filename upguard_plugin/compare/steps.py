@@ -135,6 +135,12 @@ class RankSteps:
                 self._kept.popitem(last=False)
         return self._kept[step]
 
+    @property
+    def num_kept_events(self) -> int:
+        """Events of both runs that are in memory."""
+        kept = self._kept.values()
+        return sum(len(p.baseline.batch) + len(p.target.batch) for p in kept)
+
     def forget(self, step: int | None) -> None:
         """Free what can be read again, but for the events of this step."""
         self._matched = None
