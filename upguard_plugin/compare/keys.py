@@ -33,6 +33,7 @@ class KeyColumns:
     keys: Sequence[EventKey]
     identity: Ints
     loose: Ints  # identity without operator, op and group
+    call: Ints  # of which call it is an input, an output or a gradient, whatever its slot
     form: Ints  # dtype and shape
     placement: Ints  # 0: not known
     phase: Ints  # place in PHASES
@@ -62,6 +63,7 @@ class KeySpace:
             keys,
             self._numbered([_identity(key) for key in keys]),
             self._numbered([("loose", *_place(key)) for key in keys]),
+            self._numbered([_call(key) for key in keys]),
             self._numbered([(key.dtype, key.shape) for key in keys]),
             self._numbered([key.placement for key in keys]),
             np.array([PHASE_NUMBER[key.phase] for key in keys], dtype=np.int64),
@@ -113,7 +115,16 @@ def _is_logged(key: EventKey) -> bool:
 
 
 def _place(key: EventKey) -> tuple[Hashable, ...]:
-    return (key.phase, key.boundary, key.role, key.slot, key.moment)
+    slot = key.slot
+    if slot == "out.0" and key.role in ("output", "grad_output"):
+        slot = "0"  # the first of several outputs is the output: some return a bias beside it
+    return (key.phase, key.boundary, key.role, slot, key.moment)
+
+
+def _call(key: EventKey) -> Hashable:
+    if key.role not in ("input", "output", "grad_input", "grad_output"):
+        return None
+    return ("call", key.phase, key.boundary, key.role, key.moment)
 
 
 def _identity(key: EventKey) -> Hashable:
