@@ -165,7 +165,8 @@ class _Loop:
             atexit.register(self._end_step)
 
     def _make_guard(self) -> Guard:
-        from upguard_plugin.capture.guard import enable  # slow to load, and rarely needed
+        # Slow to load, and rarely needed.
+        from upguard_plugin.integrations.torch_native import enable
 
         return enable(_one_or_all(self._models), _one_or_all(self._optimizers))
 

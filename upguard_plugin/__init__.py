@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Guard": "upguard_plugin.capture.guard",
-    "enable": "upguard_plugin.capture.guard",
+    "enable": "upguard_plugin.integrations.torch_native",
     "UpGuardConfig": "upguard_plugin.config",
     "UpGuardError": "upguard_plugin.errors",
 }
@@ -25,9 +25,10 @@ _PUBLIC = {
 __all__ = ["Guard", "UpGuardConfig", "UpGuardError", "__version__", "enable"]
 
 if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard, enable
+    from upguard_plugin.capture.guard import Guard
     from upguard_plugin.config import UpGuardConfig
     from upguard_plugin.errors import UpGuardError
+    from upguard_plugin.integrations.torch_native import enable
 
 
 def __getattr__(name: str) -> object:

@@ -48,6 +48,12 @@ ROLES = (
 )
 MOMENTS = ("before", "after", "launch", "completion")
 LEVELS = ("stage", "module", "op")
+# What a checkpoint holds is recorded at this boundary, each value at its path in it. One of these
+# slots begins a file, a folder that all ranks write into, a `load_state_dict`, and each part of a
+# run's state.
+CHECKPOINT = "checkpoint"
+OF_FILE, OF_FOLDER, OF_RESTORE = "(file)", "(folder)", "(load_state_dict)"
+OF_STATE = ("(weights)", "(optimizers)", "(generators)")
 KINDS = (
     "data",
     "rng",

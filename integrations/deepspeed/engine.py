@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from upguard_plugin.capture.guard import Guard
+from upguard_plugin.integrations.deepspeed.checkpoints import load, save
 from upguard_plugin.integrations.wraps import wrap
 
 
@@ -93,11 +95,18 @@ class EngineWraps:
     def _install(self) -> None:
         for name in ("forward", "backward", "step", "destroy"):
             self._undo.append(wrap(self._engine_class, name, getattr(self, f"_{name}")))
+        for name, around in (("save_checkpoint", save), ("load_checkpoint", load)):
+            if name in vars(self._engine_class):
+                self._undo.append(wrap(self._engine_class, name, partial(around, self._guard_of)))
         if self._pipeline_class is not None:
             self._undo.append(wrap(self._pipeline_class, "train_batch", self._step))
             for name in ("_send_tensor_meta", "_recv_tensor_meta"):
                 if name in vars(self._pipeline_class):
                     self._undo.append(wrap(self._pipeline_class, name, self._unrecorded))
+
+    def _guard_of(self, engine: Any) -> Guard | None:
+        recorded = self._recorded.get(engine)
+        return None if recorded is None else recorded.guard
 
     def _forward(self, original: Callable[..., Any], engine: Any, *args: Any, **kw: Any) -> Any:
         recorded = self._recorded.get(engine)

@@ -54,7 +54,7 @@ class UpdateProbe:
             if hasattr(owner, name):
                 self._replacements.append(Replacement(owner, name, before, after))
         states = self._guard.states
-        states.sources.append(self._record_loss_scale)
+        states.sources += [self._record_loss_scale, self._record_samples]
         states.optimizers.on_step = self._record_norm
         states.optimizers.fragments_of = self._shards.fragments_of
         states.optimizers.groups_at_rest = self._shards.groups_at_rest
@@ -93,6 +93,9 @@ class UpdateProbe:
     @shielded
     def _after_clip(self, norm: Any, *_args: Any, **_kwargs: Any) -> None:
         self._record_norm(norm)
+        if self.recorder.active:
+            parameters = list(self._guard.names.parameters.items())
+            self._guard.states.gradients.record_complete(parameters, operator="clip_grad_norm_")
 
     @shielded
     def _record_norm(self, norm: Any = None) -> None:
@@ -134,6 +137,12 @@ class UpdateProbe:
             scale = getattr(self._optimizer, "cur_scale", None)
         if isinstance(scale, int | float | Tensor):
             now.value("loss_scale", "scalar", "0", scale)
+
+    def _record_samples(self, now: Snapshot) -> None:
+        """How far the engine has come: where the data loader of a resumed run goes on."""
+        consumed = getattr(self._engine, "global_samples", None)
+        if consumed is not None:
+            now.value("global_samples", "scalar", "0", consumed)
 
 
 def _coefficient(norm: Any, most: float) -> Any:

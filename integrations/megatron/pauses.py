@@ -7,23 +7,12 @@ Out: a guard that sees none of the tensors they exchange. What they leave behind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from upguard_plugin.capture.guard import Guard
+from upguard_plugin.capture.pauses import paused
 from upguard_plugin.integrations.wraps import wrap
-
-
-@contextmanager
-def paused(guard: Guard) -> Iterator[None]:
-    """Inside, nothing is recorded."""
-    recorder = guard.recorder
-    was_active, recorder.active = recorder.active, False
-    try:
-        yield
-    finally:
-        recorder.active = was_active and not recorder.failure
 
 
 class PauseProbe:
@@ -47,5 +36,5 @@ class PauseProbe:
     def _pause(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._undo:
             return original(*args, **kwargs)
-        with paused(self._guard):
+        with paused(self._guard.recorder):
             return original(*args, **kwargs)

@@ -29,8 +29,7 @@ TRAINING = "megatron.training.training"
 
 # Names in `megatron.training.training` that the adapter relies on.
 PLACES = ("get_args", "setup_model_and_optimizer", "train_step")
-# Its calls exchange clocks, or objects as pickled bytes: nothing in them is compared.
-PAUSES = ("save_checkpoint", "load_checkpoint", "training_log")
+PAUSES = ("training_log",)  # its calls exchange clocks: nothing in them is compared
 
 
 def patch(module: ModuleType) -> Callable[[], None]:
@@ -86,12 +85,17 @@ class _Seam:
         return result
 
     def _add_pauses(self, guard: Guard) -> None:
-        from upguard_plugin.integrations.megatron.pauses import PauseProbe  # loads capture
+        # They load capture, and this module is imported with every Megatron program.
+        from upguard_plugin.integrations.megatron.checkpoints import CheckpointProbe
+        from upguard_plugin.integrations.megatron.pauses import PauseProbe
 
         names = [name for name in PAUSES if name in vars(self._training)]
-        probe = PauseProbe(guard, [(self._training, name) for name in names])
-        probe.attach()
-        guard.probes.append(probe)
+        checkpoints = CheckpointProbe(guard, self._training)
+        pauses = PauseProbe(guard, [(self._training, name) for name in names])
+        for probe in (checkpoints, pauses):
+            probe.attach()
+            guard.probes.append(probe)
+        checkpoints.resumed()
 
     def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         guard = self._guard

@@ -5,13 +5,17 @@ Each function runs on every rank and records to a folder; a fault is a name, "" 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, distribute_tensor
@@ -45,6 +49,8 @@ def wrapped(kind: str) -> tuple[nn.Module, Mapping[str, Any]]:
 def train(kind: str, folder: str, level: str = "module", fault: str = "") -> None:
     """A few steps of AdamW; the fault comes in step 1, on rank 1."""
     model, layout = wrapped(kind)
+    if fault == "gathered" and dist.get_rank() == 1:
+        model[3].register_forward_pre_hook(spoil_weight)  # behind FSDP's, before ours
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     with recording(model, optimizer, folder, layout, level) as guard:
@@ -60,6 +66,53 @@ def train(kind: str, folder: str, level: str = "module", fault: str = "") -> Non
             guard.step()
 
 
+def checkpointed(kind: str, folder: str, fault: bool) -> None:
+    """A step, a save of torch.distributed.checkpoint, a step, its load, a step.
+
+    With the fault rank 1 reads one bit of the first weight wrong.
+    """
+    model, layout = wrapped(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    saved = f"{folder}-saved"
+
+    def step(guard: upguard_plugin.Guard) -> None:
+        model(torch.ones(8, 16) + dist.get_rank()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.step()
+
+    with recording(model, optimizer, folder, layout) as guard, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(guard)
+        dcp.save(
+            dict(zip("mo", get_state_dict(model, optimizer), strict=True)), checkpoint_id=saved
+        )
+        step(guard)
+        found = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
+        with misread(fault and dist.get_rank() == 1):
+            dcp.load(found, checkpoint_id=saved)
+        set_state_dict(model, optimizer, model_state_dict=found["m"], optim_state_dict=found["o"])
+        step(guard)
+
+
+@contextmanager
+def misread(on: bool) -> Iterator[None]:
+    """A disk that gives back the first weight with one bit flipped."""
+    commit = DefaultLoadPlanner.commit_tensor
+
+    def commit_wrong(planner: Any, item: Any, tensor: Tensor) -> None:
+        if item.dest_index.fqn == "m.0.weight":
+            flip_a_bit(tensor)
+        commit(planner, item, tensor)
+
+    if on:
+        DefaultLoadPlanner.commit_tensor = commit_wrong
+    try:
+        yield
+    finally:
+        DefaultLoadPlanner.commit_tensor = commit
+
+
 @contextmanager
 def recording(
     model: nn.Module,
@@ -73,6 +126,11 @@ def recording(
     config = {"output_dir": folder, "level": level, "sketch": sketch}
     with upguard_plugin.enable(model, optimizer, config, layout=layout, **options) as guard:
         yield guard
+
+
+def spoil_weight(module: nn.Module, args: Any) -> None:
+    """Behind the back of all that gathers it."""
+    flip_a_bit(module.weight.detach())
 
 
 def flip_a_bit(tensor: Tensor) -> None:
@@ -160,6 +218,21 @@ def collective(kind: str, folder: str, fault: bool) -> None:
         elif kind == "message":
             dist.recv(torch.empty(8), 0)
         guard.step()
+
+
+def left_alone(folder: str, fault: bool) -> None:
+    """Rank 0 calls a collective at the end of a step that rank 1 never calls while it records."""
+    with recording(nn.Linear(2, 2), None, folder, {}) as guard:
+        guard.begin_step_if_needed()
+        dist.all_reduce(torch.ones(3))
+        work = None
+        if dist.get_rank() == 0 or not fault:
+            work = dist.all_reduce(torch.ones(4), async_op=True)
+        if not fault:
+            work.wait()
+        guard.step()
+    if fault:  # the ranks go on together
+        (work or dist.all_reduce(torch.ones(4), async_op=True)).wait()
 
 
 def lost_in_the_sum(dtype: torch.dtype, folder: str, fault: bool) -> None:

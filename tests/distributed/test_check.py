@@ -79,6 +79,50 @@ def test_a_collective_that_goes_wrong_is_found(
     assert clean["broken"] == [] and clean["checked"][invariant] > 0
 
 
+def test_a_gathered_weight_that_its_shards_do_not_make_is_found(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(checked.train, "fsdp", str(tmp_path / "wrong"), "module", "gathered")
+    two_ranks.run(checked.train, "fsdp", str(tmp_path / "right"), "module")
+
+    first, clean = check(tmp_path / "wrong")["broken"][0], check(tmp_path / "right")
+
+    assert fields(first) == ("gathered-as-kept", 0, "forward", "3.weight", "param", [1])
+    assert clean["broken"] == [] and clean["checked"]["gathered-as-kept"] == 6 * 2 * checked.STEPS
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_distributed_checkpoint_that_is_read_wrong_is_found(
+    two_ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "wrong"), True)
+    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "right"), False)
+
+    first, clean = check(tmp_path / "wrong")["broken"][0], check(tmp_path / "right")
+
+    assert fields(first) == ("saved-is-loaded", 2, "checkpoint", "checkpoint", "output", [1])
+    assert first["slot"] == "m.0.weight"
+    assert clean["broken"] == [] and clean["checked"]["saved-is-loaded"] > 40
+
+
+def test_a_collective_that_one_rank_never_calls_is_reported(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(checked.left_alone, str(tmp_path / "wrong"), True)
+    two_ranks.run(checked.left_alone, str(tmp_path / "right"), False)
+
+    broken = check(tmp_path / "wrong")["broken"]
+
+    assert [(one["invariant"], one["ranks"], one["explanation"]) for one in broken] == [
+        (
+            "collectives-match",
+            [0, 1],
+            "All_reduce sum is number 1 of group world on rank 0, but rank 1 never called it.",
+        )
+    ]
+    assert check(tmp_path / "right")["broken"] == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_part_that_is_lost_in_a_sum_is_found(
     two_ranks: Ranks, tmp_path: Path, dtype: torch.dtype

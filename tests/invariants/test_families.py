@@ -13,7 +13,7 @@ import pytest
 from tests.memory_run import MemoryRun, batch, edited, events
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.invariants.check import check_run
-from upguard_plugin.records import Axis, Layout, Placement
+from upguard_plugin.records import Axis, Layout, Piece, Placement
 
 TWO = (0, 1)
 
@@ -323,6 +323,102 @@ def test_without_sketches_a_sum_is_not_checked():
     report = check(SUMMED.format("x0"), SUMMED.format("x1"))
 
     assert report.not_applied["sums-conserved"] == {"no sketch was recorded (sketch: true)": 1}
+
+
+CALLED = (
+    "    grad_sync -  input  all_reduce[dp]/0  {}  op=all_reduce_sum moment=launch group=0,1:{}\n"
+)
+TWICE = CALLED.format("x", 0) + CALLED.format("y", 1)
+LAST = CALLED.format("z", 2)
+OTHER = CALLED.format("y", 1).replace("all_reduce_sum", "all_reduce_avg")
+
+
+@pytest.mark.parametrize(
+    ("others", "ranks", "why"),
+    [
+        ([CALLED.format("x", 0)], [0, 1],
+         "All_reduce sum is number 1 of group dp on rank 0, but rank 1 never called it."),
+        ([CALLED.format("x", 0), OTHER], [0, 1],
+         "Ranks call different operations as number 1 of group dp: all_reduce sum on rank 0, "
+         "all_reduce avg on rank 1."),
+    ],
+)  # fmt: skip
+def test_a_collective_that_a_member_leaves_out_is_broken(others, ranks, why):
+    report = check([TWICE, ""], [*others, ""][:2])
+
+    assert first(report)[:2] == ("collectives-match", 0)
+    assert (report.broken[0].ranks, report.broken[0].explanation) == (ranks, why)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [TWICE, LAST],
+        [CALLED.format("x", 0), CALLED.format("y", 1) + LAST],  # a step later
+        [CALLED.format("x", 0), LAST],  # called, and not recorded
+    ],
+)
+def test_a_collective_that_a_member_calls_later_is_not(others):
+    assert check([TWICE, LAST], others).broken == []
+
+
+def test_a_rank_whose_trace_has_gaps_may_have_called_it():
+    listed = events(CALLED.format("x", 0) + CALLED.format("y", 5) + CALLED.format("y", 1))
+    gap = batch(0, listed)
+    kept = {
+        name: getattr(gap, name)[[0, 2]]
+        for name in ("key", "seq", "microbatch", "call", "h", "s", "producer", "group_seq", "peer",
+                     "pair_seq")
+    }  # fmt: skip
+    run = MemoryRun({0: [batch(0, events(TWICE + LAST))], 1: [replace(gap, **kept)]})
+
+    report = check_run(run, Selection())
+
+    assert report.broken == []
+    assert report.not_applied["collectives-match"] == {"a member of the group was not recorded": 1}
+
+
+def gathered(used: int, second: int = 7, dtype: str = "float32"):
+    """Shards 5 and `second` at their places; `used` is what a module uses, on each of two ranks."""
+    start, use = events(f"""
+        start   - param fc.weight/value 0
+        forward 0 param fc.weight/value 0 {dtype}
+    """)
+    batches = {}
+    for rank, value in ((0, 5), (1, second)):
+        piece = Piece((4, 4), 0, (4, 1), 4 * rank, (8, 1))
+        placement = Placement("o i[dp]", (4, 8), (piece,), sharded=("dp",))
+        made = batch(0, [replace(start, key=replace(start.key, placement=placement)), use])
+        batches[rank] = [replace(made, h=np.array([value, used], np.uint64))]
+    return batches
+
+
+def test_a_gathered_weight_is_what_its_shards_make():
+    def report(batches):
+        return check_run(MemoryRun(batches, missing=()), Selection())
+
+    assert first(report(gathered(13)))[0] == "gathered-as-kept"
+    assert report(gathered(12)).checked["gathered-as-kept"] == 2
+    assert report(gathered(13, dtype="bfloat16")).broken == []
+    one = report({0: gathered(13)[0]})
+    assert one.broken == [] and "gathered-as-kept" in one.not_applied
+
+
+SENT = "    forward - input  send[pp]/0 x op=send moment=launch     group=0,1:-1 pair=1:{}\n"
+GOT = "    forward - output recv[pp]/0 x op=recv moment=completion group=0,1:-1 pair=0:{}\n"
+
+
+def test_a_message_that_nobody_receives_is_broken():
+    sent = SENT.format(0) + SENT.format(1)
+    got = GOT.format(0)
+
+    report = check(sent, got)
+    assert first(report)[:2] == ("received-is-sent", 0)
+    assert report.broken[0].explanation == (
+        "Rank 0 sends message 1 of group dp that rank 1 never receives."
+    )
+    late = check([sent, ""], [got, GOT.format(1)])
+    assert (late.broken, late.checked["received-is-sent"]) == ([], 2)
 
 
 def test_a_selection_limits_what_is_reported():

@@ -53,7 +53,7 @@ def _local(trainer: Trainer) -> dict[tuple[str, str], tuple[Any, ...]]:
                 index,
                 tuple(parameter.shape),
                 split_dim(parameter),
-                is_gated(key, trainer.job),
+                is_gated(key, trainer.job.gated),
             )
 
             def add(kind: str, tensor: torch.Tensor, start: int = 0, key=key, place=place) -> None:

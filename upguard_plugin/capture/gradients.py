@@ -37,6 +37,8 @@ class GradientProbe:
     def __init__(self, guard: Guard) -> None:
         self.recorder = guard.recorder
         self._guard = guard
+        # At level stage gradients are seen in the collectives that sum them, and nowhere else.
+        self._is_off = guard.config.level == "stage"
         self._hooks: dict[int, tuple[weakref.ref[Tensor], list[RemovableHandle]]] = {}
         self._step = -1
         self._accumulated: set[str] = set()  # parameters, in this step
@@ -45,6 +47,8 @@ class GradientProbe:
 
     def watch(self, parameters: Iterable[NamedParameter]) -> None:
         """Attach to trainable parameters that are not watched yet; forget those that are gone."""
+        if self._is_off:
+            return
         for key in [key for key, (ref, _) in self._hooks.items() if ref() is None]:
             del self._hooks[key]
         for name, parameter in parameters:
@@ -66,6 +70,8 @@ class GradientProbe:
 
     def record_start(self, now: Snapshot, parameters: Sequence[NamedParameter]) -> None:
         """Record the gradients that are there before the step has made any."""
+        if self._is_off:
+            return
         now.tensors("grad", "grad", _grads_of(parameters))
         now.tensors("main_grad", "main_grad", _main_grads_of(parameters))
 
@@ -93,6 +99,8 @@ class GradientProbe:
         operator: str | None = None,
     ) -> None:
         """As `record_complete`, with the gradients themselves."""
+        if self._is_off:
+            return
         phase = "clip" if self._complete or not _is_distributed() else "grad_sync"
         with Snapshot(self._guard, phase, operator=operator) as now:
             first = grads[0][0] if grads else ""

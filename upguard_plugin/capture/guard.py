@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from upguard_plugin.capture.checkpoints import CheckpointProbe
 from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.owners import ParameterOwner
@@ -40,6 +41,7 @@ from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
 from upguard_plugin.fingerprint.dtensors import placement_of
+from upguard_plugin.fingerprint.parts import is_composite
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.fingerprint.sketch import DEFAULT_SIZE
 from upguard_plugin.invariants.online import OnlineCheck
@@ -131,6 +133,7 @@ class Guard:
         self.placements = placements
         self.states = StateProbe(self)
         self.batches = DataProbe(self)
+        self.checkpoints = CheckpointProbe(self)  # adapters say there what they know of formats
         self.mark: str | None = None  # what an adapter says of the step that ends, see `step`
         self._begun = False  # whether the state at the start of this step has been recorded
         self._closed = False
@@ -145,7 +148,7 @@ class Guard:
     def attach(self) -> None:
         """Hook all probes of the config's level in."""
         # In this order: a root module's batch is recorded before its own events.
-        self.probes = [self.states, self.batches, ModuleProbe(self)]
+        self.probes = [self.states, self.batches, ModuleProbe(self), self.checkpoints]
         if torch.distributed.is_available() and not CollectiveProbe.in_use():
             self.collectives = self._collective_probe()
             self.probes.append(self.collectives)
@@ -174,9 +177,12 @@ class Guard:
     ) -> Placement | None:
         """Which part of a logical tensor this is; None where nothing is known.
 
-        A DTensor says it itself; for all others the rules do.
+        A DTensor says it itself; for all others the rules do. What is made of data and scales has
+        none: no placement describes both.
         """
         own = placement_of(tensor)
+        if own is None and is_composite(tensor):
+            return None
         return self.placements.of(boundary, role, slot, tensor.shape) if own is None else own
 
     @shielded

@@ -61,7 +61,7 @@ class OptimizerProbe:
         self._on_update = on_update
         given = [_innermost(optimizer) for optimizer in guard.optimizers]
         numbers = [""] if len(given) == 1 else [str(i) for i in range(len(given))]
-        self._watched = [
+        self.watched = [
             Watched(f"optimizer{number}", optimizer)
             for number, optimizer in zip(numbers, given, strict=True)
         ]
@@ -69,6 +69,8 @@ class OptimizerProbe:
         self.known_masters: Callable[[], Mapping[int, str]] = dict
         # ... of the parameters whose parts one flat tensor of an optimizer holds;
         self.fragments_of: Callable[[Tensor], Sequence[Fragment]] = _no_fragments
+        # ... of states by parameter, where they lie behind the optimizer;
+        self.state_of: Callable[[Any], Mapping[Any, Any]] = _state_of
         # ... of groups, where a step shows the optimizer only some of them;
         self.groups_at_rest: Callable[[Any], Groups] = _groups_of
         # ... and what it records itself when an optimizer is about to step.
@@ -83,7 +85,7 @@ class OptimizerProbe:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        for watched in self._watched:
+        for watched in self.watched:
             optimizer = watched.optimizer
             if not hasattr(optimizer, "param_groups"):
                 kind = type(optimizer).__name__
@@ -100,16 +102,20 @@ class OptimizerProbe:
         """The name of a model's parameter or of the one it is the master of."""
         return self._guard.names.of(parameter) or self._masters.get(id(parameter))
 
-    def record_start(self, now: Snapshot) -> None:
-        """Record masters, states, hyper-parameters and group membership as they are found."""
+    def record_start(self, now: Snapshot, *, states: bool = True) -> None:
+        """Record masters, states, hyper-parameters and group membership as they are found.
+
+        states: False: without masters and states.
+        """
         self._depth = 0  # a step that raised has never ended
         self._name_masters()
-        for watched in self._watched:
+        for watched in self.watched:
             groups = self.groups_at_rest(watched.optimizer)
             held = [parameter for _, parameters in groups for parameter in parameters]
-            owned, masters = self._split(held)
-            self._record_state(now, watched.optimizer, owned, masters)
-            self._record_rounded(now, masters)
+            if states:
+                owned, masters = self._split(held)
+                self._record_state(now, watched.optimizer, owned, masters)
+                self._record_rounded(now, masters)
             self._record_membership(now, watched.name, groups)
             self._record_groups(now, watched.name, enumerate(group for group, _ in groups))
 
@@ -145,24 +151,25 @@ class OptimizerProbe:
             return
         owned, masters = self._split(_parameters_of(optimizer))
         with Snapshot(self._guard, "optimizer", call=watched.call) as now:
-            self._record_state(now, optimizer, owned, masters)
+            if self._guard.config.level != "stage":
+                self._record_state(now, optimizer, owned, masters)
             now.tensors("param", "value", [(part.name, part.held) for part in owned])
         self._on_update([part.name for part in owned])
 
     def _find(self, optimizer: Any) -> Watched | None:
-        for watched in self._watched:
+        for watched in self.watched:
             if watched.optimizer is optimizer:
                 return watched
         owned = (self._guard.names.of(p) for p in _parameters_of(optimizer))
         if self._depth > 0 or not any(owned):
             return None
-        number = len(self._watched) or ""
-        self._watched.append(Watched(f"optimizer{number}", optimizer))
+        number = len(self.watched) or ""
+        self.watched.append(Watched(f"optimizer{number}", optimizer))
         self.recorder.note(
             f"{type(optimizer).__name__} was not given to enable: its state is recorded from its"
             " first step on"
         )
-        return self._watched[-1]
+        return self.watched[-1]
 
     def _stepping(self, optimizer: Any) -> list[tuple[int, Mapping[str, Any]]]:
         """The groups that a step is about to update, each with its place among all."""
@@ -176,9 +183,9 @@ class OptimizerProbe:
         now.tensors("master", "master", [(part.name, part.of(part.held)) for part in masters])
         by_slot: dict[str, list[tuple[str, Tensor]]] = {}
         others = []
-        states = getattr(optimizer, "state", {})
+        states = self.state_of(optimizer)
         for part in owned + masters:
-            for slot, value in _leaves(states.get(part.held)):
+            for slot, value in leaves_of(states.get(part.held)):
                 if isinstance(value, Tensor):
                     by_slot.setdefault(slot, []).append((part.name, part.of(value)))
                 else:
@@ -249,7 +256,7 @@ class OptimizerProbe:
         names = self._guard.names
         foreign: dict[int, Tensor] = {}
         owned: set[str] = set()
-        for watched in self._watched:
+        for watched in self.watched:
             for parameter in _parameters_of(watched.optimizer):
                 name = names.of(parameter)
                 if name is not None:
@@ -286,7 +293,7 @@ def match_masters(masters: Sequence[Tensor], parameters: Sequence[NamedParameter
     return [f"master{i}" for i in range(len(masters))]
 
 
-def _leaves(state: Any) -> list[tuple[str, Any]]:
+def leaves_of(state: Any) -> list[tuple[str, Any]]:
     """(slot, tensor or value) of a parameter's state, however it is nested."""
     return [leaf for key, value in (state or {}).items() for leaf in tensors_in(value, str(key))]
 
@@ -297,6 +304,10 @@ def _parameters_of(optimizer: Any) -> list[Tensor]:
 
 def _groups_of(optimizer: Any) -> Groups:
     return [(group, group["params"]) for group in getattr(optimizer, "param_groups", ())]
+
+
+def _state_of(optimizer: Any) -> Mapping[Any, Any]:
+    return getattr(optimizer, "state", {})
 
 
 def _no_fragments(parameter: Tensor) -> Sequence[Fragment]:

@@ -277,13 +277,13 @@ class Recorder:
     def record_number(
         self, boundary: str, value: float, *, role: str = "scalar", slot: str = "0",
         phase: str | None = None, call: int = 0, operator: str | None = None,
-        microbatch: int | None = None,
+        microbatch: int | None = None, moment: str | None = None,
     ) -> int:  # fmt: skip
         """Record a Python number as the 0-dim tensor that holds it exactly."""
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             return self.record_bytes(
                 boundary, str(value).encode(), role=role, slot=slot, dtype="int", phase=phase,
-                call=call, operator=operator, microbatch=microbatch,
+                call=call, operator=operator, microbatch=microbatch, moment=moment,
             )  # fmt: skip
         kind = next((k for k in _NUMBER_TYPES if isinstance(value, k)), float)
         tensor, view = self._numbers[kind]
@@ -295,24 +295,24 @@ class Recorder:
             view[()] = value
             return self.record(
                 boundary, tensor, role=role, slot=slot, phase=phase, call=call,
-                operator=operator, value=float(value), microbatch=microbatch,
+                operator=operator, value=float(value), microbatch=microbatch, moment=moment,
             )  # fmt: skip
 
     def record_value(
         self, boundary: str, value: object, *, role: str, slot: str = "0",
         phase: str | None = None, call: int = 0, operator: str | None = None,
-        microbatch: int | None = None,
+        microbatch: int | None = None, moment: str | None = None,
     ) -> int:  # fmt: skip
         """Record a leaf of `tensors_in` that is no tensor: a number, text, bytes, None."""
         if isinstance(value, bool | int | float) and not isinstance(value, Enum):
             return self.record_number(
                 boundary, value, role=role, slot=slot, phase=phase, call=call, operator=operator,
-                microbatch=microbatch,
+                microbatch=microbatch, moment=moment,
             )  # fmt: skip
         data, dtype = as_bytes(value)
         return self.record_bytes(
             boundary, data, role=role, slot=slot, dtype=dtype, phase=phase, call=call,
-            operator=operator, microbatch=microbatch,
+            operator=operator, microbatch=microbatch, moment=moment,
         )  # fmt: skip
 
     def finish_step(self, *, mark: str | None = None) -> None:

@@ -28,6 +28,7 @@ class Snapshot:
     ) -> None:
         self.call = call
         self.operator = operator
+        self.moment: str | None = None
         self._guard = guard
         self._recorder = guard.recorder
         self._place = guard.position.outside_microbatches(phase)
@@ -46,13 +47,13 @@ class Snapshot:
             tensor = readable(found)
             placement = self._guard.placement(boundary, role, slot, tensor)
             entries.append((boundary, tensor, placement))
-        if not self.call:
+        if not self.call and self.moment is None:
             self._recorder.record_many(entries, role=role, slot=slot, operator=self.operator)
             return
         for boundary, tensor, placement in entries:
             self._recorder.record(
                 boundary, tensor, role=role, slot=slot, operator=self.operator,
-                placement=placement, call=self.call,
+                placement=placement, call=self.call, moment=self.moment,
             )  # fmt: skip
 
     def value(self, boundary: str, role: str, slot: str, value: Any) -> None:
@@ -61,8 +62,9 @@ class Snapshot:
             self.tensors(role, slot, [(boundary, value)])
             return
         self._recorder.record_value(
-            boundary, value, role=role, slot=slot, call=self.call, operator=self.operator
-        )
+            boundary, value, role=role, slot=slot, call=self.call, operator=self.operator,
+            moment=self.moment,
+        )  # fmt: skip
 
 
 def readable(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from upguard_plugin.capture.optimizers import OptimizerProbe
 from upguard_plugin.capture.rng import Source, read_generators
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
+from upguard_plugin.fingerprint.parts import is_composite
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
@@ -42,7 +43,7 @@ class StateProbe:
         self.gradients = GradientProbe(guard)
         self.optimizers = OptimizerProbe(guard, self.gradients, self.mark_recorded)
         self.clipping = ClippingProbe(guard, self.gradients, self.optimizers.name_of)
-        self._started = -1  # the step whose start is recorded
+        self._started: int | None = None  # the last step whose start is recorded
         self._updated: set[str] = set()  # parameters recorded after an optimizer's step
 
     def attach(self) -> None:
@@ -63,6 +64,9 @@ class StateProbe:
         step = self._guard.position.step
         if self._started == step or not self.recorder.active:
             return
+        # At level stage what only optimizers hold is recorded where a stretch of steps begins:
+        # behind that it shows in the weights.
+        is_first = self._guard.config.level != "stage" or self._started != step - 1
         self._started = step
         self._updated.clear()
         names = self._guard.names
@@ -70,16 +74,32 @@ class StateProbe:
         parameters = list(names.parameters.items())
         self.gradients.watch(parameters)
         with Snapshot(self._guard, "start") as now:
-            now.tensors("param", "value", self._parts_at_rest(parameters))
-            now.tensors("param", "tied", names.tied)
-            now.tensors("buffer", "value", names.buffers.items())
-            self.optimizers.record_start(now)
-            self.clipping.record_start(now)
-            for source in self.sources:
-                source(now)
-            for boundary, state in read_generators(names.modules, self.generators):
-                now.value(boundary, "rng", "state", state)
+            self.record_weights(now)
+            self.record_optimizers(now, states=is_first)
+            self.record_generators(now)
             self.gradients.record_start(now, parameters)
+
+    def record_weights(self, now: Snapshot) -> None:
+        """Record parameters, as far as they are valid between steps, and buffers."""
+        names = self._guard.names
+        now.tensors("param", "value", self._parts_at_rest(list(names.parameters.items())))
+        now.tensors("param", "tied", names.tied)
+        now.tensors("buffer", "value", names.buffers.items())
+
+    def record_optimizers(self, now: Snapshot, *, states: bool = True) -> None:
+        """Record masters, optimizer state, hyper-parameters, and the loss scale.
+
+        states: False: without masters and optimizer state.
+        """
+        self.optimizers.record_start(now, states=states)
+        self.clipping.record_start(now)
+        for source in self.sources:
+            source(now)
+
+    def record_generators(self, now: Snapshot) -> None:
+        """Record the states of all random generators."""
+        for boundary, state in read_generators(self._guard.names.modules, self.generators):
+            now.value(boundary, "rng", "state", state)
 
     @shielded
     def record_end(self) -> None:
@@ -102,10 +122,11 @@ class StateProbe:
                 source(now)
             # A generator that nobody draws from ends every step as it began it: whatever its state
             # is, it moves nothing, and a comparison can tell.
-            for boundary, state in read_generators(names.modules, self.generators):
-                now.value(boundary, "rng", "state", state)
+            self.record_generators(now)
 
     def _parts_at_rest(self, parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
+        if self.at_rest is not _whole:  # no slice can be taken of data and scales
+            parameters = [(name, p) for name, p in parameters if not is_composite(p)]
         parts = ((name, self.at_rest(name, parameter)) for name, parameter in parameters)
         return [(name, part) for name, part in parts if part is not None]
 

@@ -265,7 +265,7 @@ def structure_of(scene: Scene) -> Cause:
     if scene.finding.what == "alone":
         why = f"{_lacking(scene)}, and no value differs behind it"
     else:
-        why = "in dtype or shape, and no value differs behind it"
+        why = "in dtype, shape or slot, and no value differs behind it"
     return Cause("structure", None, None, why)
 
 
@@ -285,6 +285,8 @@ def _how_we_know(scene: Scene, inputs_equal: bool | None, producer: int | None) 
         )
     if inputs_equal:
         return "although its inputs are equal"
+    if scene.pairing.rounds.any():
+        return "by more than rounding explains; what is recorded before it does not"
     if inputs_equal is False:
         return "and so do its inputs, which lie outside of what was asked for"
     if key.role in ("input", "grad_output"):

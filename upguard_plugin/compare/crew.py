@@ -29,7 +29,7 @@ from upguard_plugin.compare.ranks import Origin
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import RankScan, Request
 from upguard_plugin.compare.spread import spread_of
-from upguard_plugin.compare.steps import RankSteps, steps_behind
+from upguard_plugin.compare.steps import Judge, RankSteps, as_it_is, steps_behind
 from upguard_plugin.compare.team import Team
 from upguard_plugin.trace.step_table import StepTable
 from upguard_plugin.verdict import Divergence, EventRef, Spread
@@ -40,7 +40,15 @@ _MOST_KEPT = 2_000_000  # events of both runs that stay in memory, some 130 byte
 class Crew:
     """One process of the team, with the pieces that it compares."""
 
-    def __init__(self, baseline: Run, target: Run, ranks: Sequence[int], team: Team) -> None:
+    def __init__(
+        self,
+        baseline: Run,
+        target: Run,
+        ranks: Sequence[int],
+        team: Team,
+        judge: Judge = as_it_is,
+    ) -> None:
+        self._judge = judge
         self._runs = (baseline, target)
         self._ranks = ranks
         self._team = team
@@ -58,7 +66,7 @@ class Crew:
         told: list[RankFacts] = []
 
         def opened(share: Share) -> Piece:
-            steps = RankSteps(*self._runs, share.rank, lag, self._space)
+            steps = RankSteps(*self._runs, share.rank, lag, self._space, self._judge)
             piece = self._pieces[share.rank] = Piece.of(share, steps, noise, request)
             return piece
 

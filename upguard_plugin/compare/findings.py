@@ -108,7 +108,8 @@ def find(pairing: Pairing, chosen: Bools, memory: Memory) -> StepFindings:
         forms = [form for form in forms if _passed_on(pairing, form, found[0])]
         return StepFindings(tuple(_beside(forms + found, pairing)), None, unused)
     memory.forms.update(identities[formed].tolist())
-    structure = sorted(forms + _alone(pairing), key=lambda finding: finding.place)
+    slots = _of_pairs(pairing, chosen & pairing.slot_differs, places, "form")
+    structure = sorted(forms + slots + _alone(pairing), key=lambda finding: finding.place)
     return StepFindings((), structure[0] if structure else None, unused)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from upguard_plugin.records import PHASES, ROLES, EventKey
+from upguard_plugin.records import CHECKPOINT, PHASES, ROLES, EventKey
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -35,6 +35,7 @@ class KeyColumns:
     loose: Ints  # identity without operator, op and group
     call: Ints  # of which call it is an input, an output or a gradient, whatever its slot
     form: Ints  # dtype and shape
+    slot: Ints
     placement: Ints  # 0: not known
     phase: Ints  # place in PHASES
     role: Ints  # place in ROLES
@@ -42,6 +43,7 @@ class KeyColumns:
     is_collective: Bools
     is_launch: Bools  # what a collective is given when it is launched
     is_switch: Bools  # chooses an implementation of the optimizer, not what it computes
+    is_of_file: Bools  # what a checkpoint's file holds: paths, dates and arguments among it
     is_logged: Bools  # a scalar that the user handed over, perhaps for the log only
     parameters: frozenset[str]  # boundaries that are parameters
     roles: frozenset[str]
@@ -65,6 +67,7 @@ class KeySpace:
             self._numbered([("loose", *_place(key)) for key in keys]),
             self._numbered([_call(key) for key in keys]),
             self._numbered([(key.dtype, key.shape) for key in keys]),
+            self._numbered([("slot", key.slot) for key in keys]),
             self._numbered([key.placement for key in keys]),
             np.array([PHASE_NUMBER[key.phase] for key in keys], dtype=np.int64),
             np.array([ROLE_NUMBER[key.role] for key in keys], dtype=np.int64),
@@ -72,6 +75,7 @@ class KeySpace:
             np.array([is_collective(key) for key in keys], dtype=np.bool_),
             np.array([_is_launch(key) for key in keys], dtype=np.bool_),
             np.array([_is_switch(key) for key in keys], dtype=np.bool_),
+            np.array([_is_of_file(key) for key in keys], dtype=np.bool_),
             np.array([_is_logged(key) for key in keys], dtype=np.bool_),
             frozenset(key.boundary for key in keys if key.role == "param"),
             frozenset(key.role for key in keys),
@@ -106,6 +110,10 @@ def _is_launch(key: EventKey) -> bool:
 
 def _is_switch(key: EventKey) -> bool:
     return key.role == "scalar" and key.boundary.rpartition(".")[2] in SWITCHES
+
+
+def _is_of_file(key: EventKey) -> bool:
+    return key.phase == "checkpoint" and key.boundary == CHECKPOINT
 
 
 def _is_logged(key: EventKey) -> bool:

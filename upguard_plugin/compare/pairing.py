@@ -70,6 +70,7 @@ class Pairing:
     value_differs: Bools  # other fingerprints of tensors of one dtype and shape
     form_differs: Bools  # other dtype or shape
     comparable: Bools  # False: hashed at other offsets, so other fingerprints say nothing
+    rounding: Bools | None = None  # across layouts: values that differ by rounding, set apart
 
     @property
     def differs(self) -> Bools:
@@ -85,8 +86,29 @@ class Pairing:
             and np.array_equal(
                 self.baseline.columns.identity[key_b], self.target.columns.identity[key_t]
             )
-            and not bool((self.value_differs | self.form_differs).any())
+            and not bool(
+                (self.slot_differs | self.value_differs | self.form_differs | self.rounds).any()
+            )
         )
+
+    @property
+    def rounds(self) -> Bools:
+        """Which pairs are unequal by rounding; they are not among those that differ."""
+        none = np.zeros(len(self.baseline_rows), dtype=np.bool_)
+        return none if self.rounding is None else self.rounding
+
+    @property
+    def slot_differs(self) -> Bools:
+        """Which pairs are the same input, output or gradient of a call in another slot."""
+        slots = [
+            side.columns.slot[side.key[rows]]
+            for side, rows in (
+                (self.baseline, self.baseline_rows),
+                (self.target, self.target_rows),
+            )
+        ]
+        differs: Bools = slots[0] != slots[1]
+        return differs
 
     def baseline_key(self, pair: int) -> EventKey:
         return self.baseline.batch.key_of(int(self.baseline_rows[pair]))

@@ -14,12 +14,15 @@ from dataclasses import dataclass, replace
 
 from upguard_plugin.compare.causes import cause_of, structure_of
 from upguard_plugin.compare.crew import Crew
+from upguard_plugin.compare.describe import event_ref
 from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.handover import handed_over, handover_of
 from upguard_plugin.compare.layouts.logical import LogicalPair
+from upguard_plugin.compare.layouts.taint import NO_SKETCHES
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
+    OTHER_PLACEMENTS,
     RENUMBERED,
     differences_of_runs,
     is_same_program,
@@ -34,11 +37,20 @@ from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request, Settings
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.spread import MAX_RANKS
+from upguard_plugin.compare.steps import as_it_is
 from upguard_plugin.compare.survey import surveyed
 from upguard_plugin.compare.team import Alone, Team
 from upguard_plugin.errors import UsageError
 from upguard_plugin.records import Layout
-from upguard_plugin.verdict import Certified, Coverage, Divergence, RunSide, Verdict, Word
+from upguard_plugin.verdict import (
+    Certified,
+    Coverage,
+    Divergence,
+    RunSide,
+    Tainted,
+    Verdict,
+    Word,
+)
 
 Progress = Callable[[float, int], None]
 
@@ -54,9 +66,6 @@ class _Question:
     verify: bool
     noise: tuple[Run, ...]
     progress: Progress
-
-
-RanksOf = Callable[[int, int, int], tuple[int, ...]]  # side, step, row -> ranks
 
 
 def compare_runs(
@@ -139,8 +148,8 @@ def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict
             "--noise cannot be used across layouts: a repeat says nothing of the target's layout"
         )
     pair = LogicalPair(baseline, target)
-    verdict = _compare(*pair.views(), question, Alone(), pair.ranks_of)
-    lost = pair.left_out
+    verdict = _compare(*pair.views(), question, Alone(), pair)
+    lost, taint = pair.left_out, pair.taint
     count = verdict.coverage.not_comparable + lost.counts.total()
     return verdict.model_copy(
         update={
@@ -152,24 +161,41 @@ def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict
                     "ranks": max(len(baseline.ranks), len(target.ranks)),
                 }
             ),
-            "notes": [*verdict.notes, *lost.notes()],
+            "tainted": _tainted(pair, verdict.coverage.tainted),
+            "notes": [*verdict.notes, *taint.notes(), *lost.notes()],
         }
     )
 
 
+def _tainted(pair: LogicalPair, num_events: int) -> Tainted | None:
+    """The region in which sums were taken in another order, if there is one."""
+    origin, farthest = pair.taint.origin, pair.taint.farthest
+    if origin is None:
+        return None
+    batch = pair.read(0, origin.step)
+    found = {
+        "from": event_ref(batch, origin.row, origin.event.ranks[0]),
+        "boundaries": num_events,
+        "largest_in_eps": farthest[0].in_eps if farthest else 0.0,
+    }
+    return Tainted.model_validate(found)  # "from" is no name for an argument
+
+
 def _compare(
-    baseline: Run, target: Run, question: _Question, team: Team, ranks_of: RanksOf | None = None
+    baseline: Run, target: Run, question: _Question, team: Team, pair: LogicalPair | None = None
 ) -> Verdict:
-    """ranks_of: the ranks behind a row of the baseline (side 0) or target (side 1) in a step."""
+    """pair: across layouts, what the two runs are views of."""
     selection = question.selection
     ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
     request = Request(selection, Settings.of(baseline, target), question.verify)
-    crew = Crew(baseline, target, ranks, team)
+    judge = as_it_is if pair is None else pair.taint.judged
+    crew = Crew(baseline, target, ranks, team, judge)
     facts = crew.scan(request, question.noise, question.progress)
     one_program = question.same_program or is_same_program(baseline, target)
     notes = differences_of_runs(baseline, target) + rank_notes(facts)
     notes += left_out_notes(facts, selection)
-    reasons = obstacles(baseline, target, selection, facts)
+    unjudged = OTHER_PLACEMENTS if pair is None else NO_SKETCHES
+    reasons = obstacles(baseline, target, selection, facts, unjudged)
     origins, decide = origins_of(facts, Ask(crew.messages, crew.sightings)), cause_of
     if not origins.minimal and totals(facts)["common_boundaries"]:
         origins, decide = structures_of(facts), structure_of
@@ -181,8 +207,8 @@ def _compare(
     if origins.num_more:
         notes.append(f"{origins.num_more} more boundaries differ first, beside those listed")
     spread = crew.spread(origins.in_order()[:MAX_RANKS]) if decide is cause_of else []
-    if ranks_of is not None:
-        origins = replace(origins, minimal=_on_ranks(origins.minimal, ranks_of), per_rank=())
+    if pair is not None:
+        origins = replace(origins, minimal=_on_ranks(origins.minimal, pair), per_rank=())
     minimal, per_rank = (
         crew.described(listed, decide, one_program)
         for listed in (origins.minimal, origins.per_rank)
@@ -193,7 +219,7 @@ def _compare(
     return verdict.model_copy(update={"spread": spread})
 
 
-def _on_ranks(origins: Sequence[Origin], ranks_of: RanksOf) -> tuple[Origin, ...]:
+def _on_ranks(origins: Sequence[Origin], pair: LogicalPair) -> tuple[Origin, ...]:
     """The origins with the ranks that hold their tensors: the target's, where it has them."""
     renamed = []
     for origin in origins:
@@ -202,7 +228,7 @@ def _on_ranks(origins: Sequence[Origin], ranks_of: RanksOf) -> tuple[Origin, ...
         if row is None:
             side, step, row = 0, seen.step, seen.finding.baseline_row
         assert row is not None
-        renamed.append(replace(origin, ranks=ranks_of(side, step, row)))
+        renamed.append(replace(origin, ranks=pair.events(side, step)[row].ranks))
     return tuple(renamed)
 
 
@@ -251,6 +277,7 @@ def _coverage(baseline: Run, target: Run, facts: Sequence[RankFacts], num_skippe
         unmatched_baseline=total["unmatched_baseline"],
         unmatched_target=total["unmatched_target"],
         not_comparable=total["not_comparable"],
+        tainted=total["tainted"],
         filtered=total["filtered"] + num_skipped,
         noise=total["noise"],
         never_fired=sum(

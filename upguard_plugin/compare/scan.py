@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.compare.findings import Finding, find, pair_places
-from upguard_plugin.compare.keys import ROLE_NUMBER
+from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER
 from upguard_plugin.compare.noise import RankNoise
 from upguard_plugin.compare.pairing import Pairing, Side
 from upguard_plugin.compare.run import Run
@@ -29,6 +29,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 CHOICES = ("modules", "roles", "weights_in_use")  # settings that choose what is recorded
+_ONCE_AT_STAGE = [ROLE_NUMBER["optimizer_state"], ROLE_NUMBER["master"]]
 _SAID_BY_ANY_RUN = [ROLE_NUMBER[role] for role in ("scalar", "rng", "data", "sample")]
 
 
@@ -38,6 +39,7 @@ class Settings:
 
     coarser_level: str | None = None  # where their levels differ
     record_alike: bool = True  # the same modules and roles
+    is_stage: bool = False  # states of optimizers stand where each run's recording begins
 
     @classmethod
     def of(cls, baseline: Run, target: Run) -> Settings:
@@ -46,6 +48,7 @@ class Settings:
         return cls(
             None if len(levels) == 1 else min(levels, key=LEVELS.index),
             all(ours.config.get(name) == theirs.config.get(name) for name in CHOICES),
+            "stage" in levels,
         )
 
 
@@ -84,6 +87,7 @@ class RankScan:
     unmatched_baseline: int = 0
     unmatched_target: int = 0
     not_comparable: int = 0
+    tainted: int = 0  # unequal by rounding, across layouts
     filtered: int = 0
     noise: int = 0
     ignored: dict[int, int] = field(default_factory=dict)  # place of an ignore rule -> events
@@ -184,8 +188,8 @@ def _restricted(
     scan: RankScan, pairing: Pairing, selection: Selection, settings: Settings
 ) -> tuple[Pairing, Bools]:
     """The pairing without lonely events that nobody asked for, and which pairs are asked for."""
-    chosen_b = selection.has_keys(pairing.baseline.columns.keys)
-    chosen_t = selection.has_keys(pairing.target.columns.keys)
+    chosen_b = _asked_for(pairing.baseline, selection)
+    chosen_t = _asked_for(pairing.target, selection)
     chosen = chosen_b[pairing.baseline.key[pairing.baseline_rows]]
     alone_b = _wanted(pairing.baseline, pairing.baseline_alone, chosen_b, settings)
     alone_t = _wanted(pairing.target, pairing.target_alone, chosen_t, settings)
@@ -197,6 +201,12 @@ def _restricted(
         _count_ignored(scan, selection, pairing.baseline, np.arange(len(pairing.baseline.batch)))
         _count_ignored(scan, selection, pairing.target, lonely)
     return replace(pairing, baseline_alone=alone_b, target_alone=alone_t), chosen
+
+
+def _asked_for(side: Side, selection: Selection) -> Bools:
+    """Keys of events that are to be compared. What files hold is for `upguard check` only."""
+    asked: Bools = selection.has_keys(side.columns.keys) & ~side.columns.is_of_file
+    return asked
 
 
 def _count_ignored(scan: RankScan, selection: Selection, side: Side, rows: Ints) -> None:
@@ -224,12 +234,15 @@ def _without_noise(
 def _wanted(side: Side, rows: Ints, chosen: Bools, settings: Settings) -> Ints:
     """Rows that were asked for and that the settings of both runs record."""
     key = side.key[rows]
-    wanted = chosen[key]
+    # Whether and when a run saves or loads is no part of what it computes.
+    wanted: Bools = chosen[key] & (side.columns.phase[key] != PHASE_NUMBER["checkpoint"])
     if settings.coarser_level is not None or not settings.record_alike:
         # What only one run's settings record cannot be missing in the other.
         one_sided = side.columns.is_operator[key] | (settings.coarser_level == "stage")
         one_sided |= not settings.record_alike
         wanted &= ~one_sided | side.columns.is_collective[key]
+    if settings.is_stage:
+        wanted &= ~np.isin(side.columns.role[key], _ONCE_AT_STAGE)
     return rows[wanted]
 
 
@@ -244,11 +257,14 @@ def _count_pairs(
     key = pairing.baseline.key[pairing.baseline_rows]
     named = ~np.isin(pairing.baseline.columns.role[key], _SAID_BY_ANY_RUN)
     scan.common_boundaries += int(named.sum())
-    equal = np.flatnonzero(chosen & pairing.comparable & ~pairing.differs)
+    equal = np.flatnonzero(chosen & pairing.comparable & ~pairing.differs & ~pairing.rounds)
+    rounded = np.flatnonzero(chosen & pairing.rounds)
     if divergent:
         places = pair_places(pairing)
+        rounded = rounded[places[rounded] < divergent[0].place]
         equal = equal[places[equal] < divergent[0].place]
         equal = equal[np.argsort(places[equal], kind="stable")]
     scan.certified += len(equal)
+    scan.tainted += len(rounded)
     if len(equal):
         scan.last_equal = (step, int(pairing.baseline_rows[equal[-1]]))

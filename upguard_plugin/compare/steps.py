@@ -11,7 +11,7 @@ with.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,12 @@ _SEARCHED_STEPS = 200  # for the one where the other run resumed; each is decode
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Weights = Mapping[str, tuple[int, int]]  # fingerprints
+Judge = Callable[[int, int, Pairing], Pairing]  # step, its number in the target, its pairs
+
+
+def as_it_is(step: int, target_step: int, pairing: Pairing) -> Pairing:
+    """Unequal is unequal: between equal layouts nothing differs by rounding."""
+    return pairing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +68,10 @@ class RankSteps:
         rank: int,
         lag: int = 0,
         space: KeySpace | None = None,
+        judge: Judge = as_it_is,
     ) -> None:
-        """lag: see `steps_behind`."""
+        """lag: see `steps_behind`. judge: tells what differs by rounding, across layouts."""
+        self._judge = judge
         self.rank = rank
         self.runs = (baseline, target)
         self.space = space or KeySpace()
@@ -130,7 +138,8 @@ class RankSteps:
                 return None
             baseline = self.runs[0].read(self.rank, step, verify=verify)
             target = self.runs[1].read(self.rank, partner, verify=verify)
-            self._kept[step] = pair_step(baseline, target, self.space)
+            pairing = pair_step(baseline, target, self.space)
+            self._kept[step] = self._judge(step, partner, pairing)
             if len(self._kept) > _KEPT_STEPS:
                 self._kept.popitem(last=False)
         return self._kept[step]

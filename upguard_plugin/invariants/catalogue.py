@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from upguard_plugin.invariants.buffers import InputsUnchanged
+from upguard_plugin.invariants.checkpoints import SavedIsLoaded
 from upguard_plugin.invariants.conservation import AloneUnchanged, DataConserved, SumsConserved
 from upguard_plugin.invariants.copies import MastersRound, TiedAgree
 from upguard_plugin.invariants.findings import Invariant
+from upguard_plugin.invariants.gathered import GatheredAsKept
 from upguard_plugin.invariants.matching import CollectivesMatch, OutputsAgree, ReceivedIsSent
 from upguard_plugin.invariants.peers import BatchesAgree, BatchesDiffer, StreamsDiffer
 from upguard_plugin.invariants.repeats import ConsumedAsProduced, RecomputeRepeats
@@ -32,9 +34,11 @@ def every_invariant() -> list[Invariant]:
         RecomputeRepeats(),
         ConsumedAsProduced(),
         WeightsInUse(),
+        GatheredAsKept(),
         WeightsMove(),
         EvalLeavesWeights(),
         FrozenStay(),
+        SavedIsLoaded(),
         MastersRound(),
         TiedAgree(),
         BatchesDiffer(),

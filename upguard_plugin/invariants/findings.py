@@ -111,10 +111,10 @@ def made(
     """A break with its place.
 
     sides: rank -> row of the tensors that show it; the place is that of the first of `ranks` (all
-    of `sides` by default). producer: a row on that same rank.
+    of `sides` by default) that has one. producer: a row on that same rank.
     """
     ranks = tuple(sorted(sides)) if ranks is None else ranks
-    first = next(rank for rank in ranks if rank in sides)
+    first = next((rank for rank in ranks if rank in sides), min(sides))
     events, row = step.ranks[first], sides[first]
     return Break(
         invariant,
@@ -138,6 +138,7 @@ class Invariant:
 
     name: str
     needs_one_rank: bool = False  # a rank can check it alone, while it trains
+    remembers: bool = False  # it compares steps with earlier ones: it must see all of them
 
     def look(self, step: StepEvents, found: Findings) -> None:
         """Check one step of all ranks."""

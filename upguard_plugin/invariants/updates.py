@@ -12,14 +12,18 @@ from upguard_plugin.invariants.events import Content, RankEvents, StepEvents, wh
 from upguard_plugin.invariants.findings import Break, Findings, Invariant, made
 from upguard_plugin.records import EventKey
 
-_USES = frozenset({"forward", "loss", "recompute"})
+USES = frozenset({"forward", "loss", "recompute"})
 _GATHERED = ("all_gather", "broadcast")  # operations that bring weights from other ranks
 _LOW_PRECISION = frozenset({"bfloat16", "float16"})  # small updates vanish in their rounding
 _MIN_UPDATES = 2  # a single step may have a learning rate of 0
 
 
-def _is_weight(key: EventKey) -> bool:
+def is_weight(key: EventKey) -> bool:
     return key.role == "param" and key.slot == "value"
+
+
+def is_loaded(key: EventKey) -> bool:
+    return is_weight(key) and key.phase == "checkpoint" and key.operator == "load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +62,9 @@ class WeightsInUse(Invariant):
                     reason = "weights were gathered from other ranks in between"
                 elif key.phase == "start":
                     known[key.boundary] = _value(events, row)
-                elif key.phase == "optimizer":
+                elif key.phase == "optimizer" or is_loaded(key):
                     known.pop(key.boundary, None)
-                elif key.phase in _USES and key.boundary in known:
+                elif key.phase in USES and key.boundary in known:
                     self._judge(step, events, (known.pop(key.boundary), row), reason, found)
 
     def _judge(
@@ -91,7 +95,7 @@ class WeightsInUse(Invariant):
 
 def _tells_of_weights(key: EventKey) -> bool:
     gathers = key.role == "output" and key.op is not None and key.op.startswith(_GATHERED)
-    return _is_weight(key) or gathers or key.phase == "eval"
+    return is_weight(key) or gathers or key.phase == "eval"
 
 
 class EvalLeavesWeights(Invariant):
@@ -111,6 +115,8 @@ class EvalLeavesWeights(Invariant):
 
     def look(self, step: StepEvents, found: Findings) -> None:
         for events in step:
+            loads = events.rows(is_loaded)
+            self._forget(events, loads)
             rows = events.rows(_tells_of_eval)
             evaluations = [row for row in rows if events.key(row).phase == "eval"]
             updates = [row for row in rows if events.key(row).phase == "optimizer"]
@@ -120,8 +126,14 @@ class EvalLeavesWeights(Invariant):
                     self._judge(step, events, row, found)
             for row in updates:
                 self._updated[events.rank, events.key(row).boundary] = _value(events, row)
+            self._forget(events, [row for row in loads if updates and row > updates[-1]])
             if updates and evaluations and updates[0] < evaluations[-1]:
                 self._evaluated[events.rank] = step.step
+
+    def _forget(self, events: RankEvents, loads: list[int]) -> None:
+        """What a load has replaced says nothing of what comes after it."""
+        for row in loads:
+            self._updated.pop((events.rank, events.key(row).boundary), None)
 
     def finish(self, found: Findings) -> None:
         for name, change in self._changed.items():
@@ -144,11 +156,11 @@ class EvalLeavesWeights(Invariant):
 
 
 def _tells_of_eval(key: EventKey) -> bool:
-    return key.phase == "eval" or (_is_weight(key) and key.phase == "optimizer")
+    return key.phase == "eval" or (is_weight(key) and key.phase == "optimizer")
 
 
 def _is_found(key: EventKey) -> bool:
-    return _is_weight(key) and key.phase == "start"
+    return is_weight(key) and key.phase == "start"
 
 
 class FrozenStay(Invariant):
@@ -165,7 +177,8 @@ class FrozenStay(Invariant):
 
     def look(self, step: StepEvents, found: Findings) -> None:
         for events in step:
-            reached = {events.key(row).boundary for row in events.rows(_reaches)}
+            loaded = {events.key(row).boundary for row in events.rows(is_loaded)}
+            reached = {events.key(row).boundary for row in events.rows(_reaches)} | loaded
             for row in events.rows(_is_found):
                 key = events.key(row)
                 name = (events.rank, key.boundary)
@@ -183,7 +196,7 @@ class FrozenStay(Invariant):
 
 
 def _reaches(key: EventKey) -> bool:
-    return key.role in ("grad", "main_grad") or (_is_weight(key) and key.phase == "optimizer")
+    return key.role in ("grad", "main_grad") or (is_weight(key) and key.phase == "optimizer")
 
 
 @dataclass(slots=True)
@@ -200,7 +213,7 @@ def _of_update(key: EventKey) -> bool:
         return key.phase in ("grad_sync", "clip") and key.operator is None
     if key.role == "scalar":
         return key.boundary.endswith(".lr") and key.phase == "optimizer"
-    return _is_weight(key) and key.phase in ("start", "optimizer")
+    return is_weight(key) and key.phase in ("start", "optimizer")
 
 
 class WeightsMove(Invariant):

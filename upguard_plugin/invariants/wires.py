@@ -6,7 +6,7 @@ Out: one `Exchange` per collective of a group, one per message from a rank to an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from upguard_plugin.invariants.events import RankEvents, StepEvents
@@ -48,7 +48,21 @@ class Exchange:
     """One collective, or one message with its two ends."""
 
     group: Group
+    members: tuple[int, ...]  # of the group; of a message its two ends, the sender first
+    stream: Hashable  # in which it is numbered: its group; of a message its ends and tag
+    number: int
     parts: dict[int, Part] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """The first row of each rank's part."""
+        return {rank: part.row for rank, part in self.parts.items()}
+
+    @property
+    def step(self) -> StepEvents:
+        """The steps that its ranks call it in, which may be several, under the first's number."""
+        first = self.first.events.batch.step
+        return StepEvents(first, {rank: part.events for rank, part in self.parts.items()})
 
     @property
     def first(self) -> Part:
@@ -67,8 +81,8 @@ class Exchange:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every member of the group was recorded."""
-        return bool(self.group.ranks) and set(self.group.ranks) <= set(self.parts)
+        """Whether every member was recorded."""
+        return bool(self.members) and set(self.members) <= set(self.parts)
 
 
 def _of_collective(key: EventKey) -> bool:
@@ -85,14 +99,15 @@ def collectives(step: StepEvents) -> list[Exchange]:
             key, number = events.key(row), events.group_seq(row)
             if number < 0 or key.group is None:
                 continue
-            exchange = found.setdefault((key.group.ranks, number), Exchange(key.group))
+            ranks = key.group.ranks
+            exchange = found.setdefault((ranks, number), Exchange(key.group, ranks, ranks, number))
             _add(exchange, events, row)
     return list(found.values())
 
 
 def messages(step: StepEvents) -> list[Exchange]:
     """The messages of the step: a `send` with its `recv`, as far as both were recorded."""
-    found: dict[tuple[tuple[int, ...], int, int, int, int], Exchange] = {}
+    found: dict[tuple[Hashable, int], Exchange] = {}
     for events in step:
         batch = events.batch
         if batch.pair_seq is None or batch.peer is None:
@@ -103,8 +118,9 @@ def messages(step: StepEvents) -> list[Exchange]:
                 continue
             tag = -1 if batch.tag is None else int(batch.tag[row])
             ends = (events.rank, peer) if key.op == "send" else (peer, events.rank)
-            name = (key.group.ranks, *ends, tag, number)
-            _add(found.setdefault(name, Exchange(key.group)), events, row)
+            stream = (key.group.ranks, *ends, tag)
+            exchange = found.setdefault((stream, number), Exchange(key.group, ends, stream, number))
+            _add(exchange, events, row)
     return list(found.values())
 
 

@@ -19,14 +19,18 @@ from types import FrameType
 import torch
 
 import upguard_plugin
+from upguard_plugin.capture.frames import WRAPPERS
 from upguard_plugin.records import Source
 
 _TORCH_FOLDER = Path(torch.__file__).parent
 _TORCH = f"{_TORCH_FOLDER}{os.sep}"
 _OURS = f"{Path(upguard_plugin.__file__).parent}{os.sep}"
 _AUTOGRAD = str(_TORCH_FOLDER / "autograd" / "graph.py")
+_C10D = str(_TORCH_FOLDER / "distributed" / "distributed_c10d.py")
+_OF_OBJECTS = ("_object", "_object_list")  # how torch's functions that pickle end
 _DDP = str(_TORCH_FOLDER / "nn" / "parallel" / "distributed.py")
 _OPERATORS = str(_TORCH_FOLDER / "_ops.py")
+_NOT_THE_USERS = (_TORCH, "<", *WRAPPERS)
 # Code whose reductions in backward are the synchronisation of gradients.
 _GRADIENT_CODE = (
     "/torch/distributed/fsdp/",
@@ -49,6 +53,7 @@ class Caller:
     functional: bool  # by a functional collective: torch waits for its result, not for its Work
     in_backward: bool  # while autograd runs
     in_gradient_code: bool  # by a framework's own code for gradients
+    of_objects: bool  # what travels are pickled Python objects
     factor: float | None = None  # of a reduce op "premul_sum"
 
 
@@ -62,15 +67,18 @@ def find_caller(*, with_factor: bool = False) -> Caller:
     in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
     in_gradient_code = False
     below_autograd = False
+    of_objects = False
     factor: float | None = None
     for _ in range(_MAX_DEPTH):
         if frame is None:
             break
         path = frame.f_code.co_filename
         in_gradient_code = in_gradient_code or (not below_autograd and _is_gradient_code(path))
+        if path == _C10D and frame.f_code.co_name.endswith(_OF_OBJECTS):
+            of_objects = True
         if with_factor and factor is None:
             factor = getattr(frame.f_locals.get("op"), "factor", None)
-        if source is None and not path.startswith((_TORCH, "<")):
+        if source is None and not path.startswith(_NOT_THE_USERS):
             source = _source(path, frame.f_lineno)
         below_autograd = below_autograd or path == _AUTOGRAD
         if below_autograd and source is not None:
@@ -82,6 +90,7 @@ def find_caller(*, with_factor: bool = False) -> Caller:
         functional=innermost == _OPERATORS,
         in_backward=in_backward,
         in_gradient_code=in_gradient_code,
+        of_objects=of_objects,
         factor=factor,
     )
 

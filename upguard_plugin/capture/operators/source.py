@@ -12,9 +12,12 @@ from types import CodeType
 
 import torch
 
+from upguard_plugin.capture.frames import WRAPPERS
 from upguard_plugin.records import Source
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen")
+_LIBRARIES = (
+    str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen", *WRAPPERS,
+)  # fmt: skip
 
 
 class SourceFinder:

@@ -1,0 +1,20 @@
+"""What is no part of a training and differs from run to run: clocks, and writing checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from upguard_plugin.capture.recorder import Recorder
+
+
+@contextmanager
+def paused(recorder: Recorder) -> Iterator[None]:
+    """Inside, nothing is recorded; collectives are numbered all the same."""
+    was_active, recorder.active = recorder.active, False
+    try:
+        yield
+    finally:
+        recorder.active = was_active and not recorder.failure
+        if recorder.storages is not None:  # writes inside were out of sight
+            recorder.storages.forget_hashes()
