@@ -788,7 +788,9 @@ def test_another_implementation_of_the_optimizer_counts_only_if_its_weights_diff
 def test_an_argument_passed_by_keyword_is_the_same_argument_and_structure():
     """So it is with the first of several outputs, where the baseline has one."""
     keyword = edited(MLP, ("0  input   core/args.0", "0 input core/kwargs.x"))
-    one, several = (edited(MLP, ("output  fc1/out ", f"output fc1/{s} ")) for s in ("0", "out.0"))
+    one, several = (
+        edited(MLP, ("0  output  fc1/out ", f"0 output fc1/{s} ")) for s in ("0", "out.0")
+    )
 
     verdict = compared(MLP, keyword)
 
