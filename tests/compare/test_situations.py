@@ -801,3 +801,16 @@ def test_an_argument_passed_by_keyword_is_the_same_argument_and_structure():
         answer(compared(MLP, behind(keyword, "forward 0 output core/out")))
         == "0 0 forward core output forward"
     )
+
+
+def test_another_argument_of_a_call_is_no_partner():
+    """Two masks by other keywords are two arguments, whatever their values."""
+    other = edited(MLP, ("0  input   core/kwargs.mask m ", "0  input core/kwargs.bias n "))
+    other = edited(
+        other, ("0  grad_input   core/kwargs.mask gm", "0 grad_input core/kwargs.bias gn")
+    )
+
+    verdict = compared(MLP, other)
+
+    assert answer(verdict) == "0 0 forward core input structure"
+    assert (verdict.coverage.unmatched_baseline, verdict.coverage.unmatched_target) == (2, 2)

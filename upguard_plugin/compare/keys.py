@@ -33,7 +33,8 @@ class KeyColumns:
     keys: Sequence[EventKey]
     identity: Ints
     loose: Ints  # identity without operator, op and group
-    call: Ints  # of which call it is an input, an output or a gradient, whatever its slot
+    argument: Ints  # of which call it is an argument or its gradient, whatever its slot; 0: of none
+    is_keyword: Bools  # an argument passed by keyword
     form: Ints  # dtype and shape
     slot: Ints
     placement: Ints  # 0: not known
@@ -65,7 +66,8 @@ class KeySpace:
             keys,
             self._numbered([_identity(key) for key in keys]),
             self._numbered([("loose", *_place(key)) for key in keys]),
-            self._numbered([_call(key) for key in keys]),
+            self._numbered([_argument(key) for key in keys]),
+            np.array([key.slot.startswith("kwargs.") for key in keys], dtype=np.bool_),
             self._numbered([(key.dtype, key.shape) for key in keys]),
             self._numbered([("slot", key.slot) for key in keys]),
             self._numbered([key.placement for key in keys]),
@@ -129,10 +131,10 @@ def _place(key: EventKey) -> tuple[Hashable, ...]:
     return (key.phase, key.boundary, key.role, slot, key.moment)
 
 
-def _call(key: EventKey) -> Hashable:
-    if key.role not in ("input", "output", "grad_input", "grad_output"):
+def _argument(key: EventKey) -> Hashable:
+    if key.role not in ("input", "grad_input") or not key.slot.startswith(("args.", "kwargs.")):
         return None
-    return ("call", key.phase, key.boundary, key.role, key.moment)
+    return ("argument", key.phase, key.boundary, key.role, key.moment, key.dtype, key.shape)
 
 
 def _identity(key: EventKey) -> Hashable:

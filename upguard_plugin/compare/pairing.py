@@ -5,8 +5,8 @@ Out: a `Pairing`: rows that pair, rows that are alone, and masks of what differs
 
 Events pair inside one micro-batch and phase, in program order. What is left over then pairs if it
 names the same call of the same boundary (it ran elsewhere), or that call with another operator,
-reduce op or group, or its only input under another slot, or the same operator with the same value.
-Anything else stays alone and is counted.
+reduce op or group, or its argument, by keyword in one run and by position in the other, or the same
+operator with the same value. Anything else stays alone and is counted.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ def _pair_rows(baseline: Side, target: Side) -> tuple[Ints, Ints]:
             Stretch(identity_t[in_t], target.hint()[in_t]),
         )
         pairs.append((in_b[found_b], in_t[found_t]))
-    for names in (_by_identity, _by_place, _by_call, _by_value):
+    keywords = _by_argument(baseline), _by_argument(target)
+    for names in (_by_identity, _by_place, *keywords, _by_value):
         pairs.append(_pair_left_over(baseline, target, pairs, names))
     pairs.append(_pair_near_by(baseline, target, pairs))
     rows_b = np.concatenate([b for b, _ in pairs])
@@ -291,12 +292,17 @@ def _by_place(side: Side, rows: Ints) -> tuple[Ints, Columns]:
     return rows, (side.columns.loose[side.key[rows]], side.batch.call[rows])
 
 
-def _by_call(side: Side, rows: Ints) -> tuple[Ints, Columns]:
-    """Inputs, outputs and gradients of modules without their slot: `args.0` or `kwargs.x`."""
-    rows = _movable(side, rows)
-    call = side.columns.call[side.key[rows]]
-    rows, call = rows[call > 0], call[call > 0]
-    return rows, (call, side.batch.call[rows])
+def _by_argument(keyword: Side) -> Names:
+    """Arguments that one side passes by keyword and the other by position, without their slots."""
+
+    def names(side: Side, rows: Ints) -> tuple[Ints, Columns]:
+        rows = _movable(side, rows)
+        key = side.key[rows]
+        of_side = side.columns.is_keyword[key] == (side is keyword)
+        rows = rows[of_side & (side.columns.argument[key] > 0)]
+        return rows, (side.columns.argument[side.key[rows]], side.batch.call[rows])
+
+    return names
 
 
 def _by_value(side: Side, rows: Ints) -> tuple[Ints, Columns]:
