@@ -12,18 +12,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
 from upguard_plugin.capture.gradients import GradientProbe, NamedParameter
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
 
 Name = Callable[[Tensor], str | None]
 
@@ -71,7 +69,7 @@ class Replacement:
 class ClippingProbe:
     """Watches what happens to complete gradients before the optimizer uses them."""
 
-    def __init__(self, guard: Guard, gradients: GradientProbe, name_of: Name) -> None:
+    def __init__(self, guard: Host, gradients: GradientProbe, name_of: Name) -> None:
         """name_of: the boundary of a parameter or master; None: not of this run."""
         self.recorder = guard.recorder
         self._guard = guard

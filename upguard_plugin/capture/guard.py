@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from upguard_plugin.capture.names import Models, ParameterNames, Rename
 from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
+from upguard_plugin.capture.probe import Probe
 from upguard_plugin.capture.recorder import Recorder
 from upguard_plugin.capture.run import find_rank, first_recorded_rank, open_run, say, say_size
 from upguard_plugin.capture.shield import shielded
@@ -49,13 +50,6 @@ from upguard_plugin.records import PHASES, ROLES, Layout, Placement
 from upguard_plugin.trace.batch import EventBatch
 
 Many = Sequence[Any] | Any
-
-
-class Probe(Protocol):
-    """Something that is hooked into the training, and can be taken out without a trace."""
-
-    def attach(self) -> None: ...
-    def detach(self) -> None: ...
 
 
 def enable(
@@ -133,7 +127,9 @@ class Guard:
         self.placements = placements
         self.states = StateProbe(self)
         self.batches = DataProbe(self)
-        self.checkpoints = CheckpointProbe(self)  # adapters say there what they know of formats
+        self.checkpoints = CheckpointProbe(
+            self, self.states
+        )  # adapters say there what they know of formats
         self.mark: str | None = None  # what an adapter says of the step that ends, see `step`
         self._begun = False  # whether the state at the start of this step has been recorded
         self._closed = False
