@@ -127,9 +127,8 @@ class Guard:
         self.placements = placements
         self.states = StateProbe(self)
         self.batches = DataProbe(self)
-        self.checkpoints = CheckpointProbe(
-            self, self.states
-        )  # adapters say there what they know of formats
+        # Adapters say there what they know of formats.
+        self.checkpoints = CheckpointProbe(self, self.states)
         self.mark: str | None = None  # what an adapter says of the step that ends, see `step`
         self._begun = False  # whether the state at the start of this step has been recorded
         self._closed = False
