@@ -27,6 +27,7 @@ PART_OF = {
     "placement_pieces": "records",
     "config_values": "config",
     "program": "environment",
+    "exact_functions": "exact",
     "fingerprint.reference": "reference",
     "fingerprint.keys": "reference",
     "fingerprint.sketch": "reference",
@@ -44,7 +45,7 @@ BELOW = {
     },
     "compare": {"trace", "reference", "records"},
     "report": {"records"},
-    "exact": {"records"},
+    "exact": {"capture", "fingerprint", "records"},
     "integrations": {"capture", "config", "records"},
 }  # fmt: skip
 BELOW["launch"] = {*BELOW, "launch"}

@@ -25,6 +25,15 @@ class Probe(Protocol):
     def detach(self) -> None: ...
 
 
+class Batches(Protocol):
+    """The batches that came in, as far as others need to know."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """Of the last one; None where none was seen."""
+        ...
+
+
 class Host(Protocol):
     """A guard, as far as its probes know it."""
 
@@ -40,6 +49,8 @@ class Host(Protocol):
     def optimizers(self) -> tuple[Any, ...]: ...
     @property
     def names(self) -> ParameterNames: ...
+    @property
+    def batches(self) -> Batches: ...
     @property
     def layout(self) -> Layout: ...
     @property

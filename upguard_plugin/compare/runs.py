@@ -19,6 +19,7 @@ from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.handover import handed_over, handover_of
 from upguard_plugin.compare.layouts.logical import LogicalPair
 from upguard_plugin.compare.layouts.taint import NO_SKETCHES
+from upguard_plugin.compare.layouts.units import cut_otherwise
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
@@ -63,6 +64,7 @@ class _Question:
 
     selection: Selection
     same_program: bool
+    exact: bool
     verify: bool
     noise: tuple[Run, ...]
     progress: Progress
@@ -74,6 +76,7 @@ def compare_runs(
     selection: Selection | None = None,
     *,
     same_program: bool = False,
+    exact: bool = False,
     verify: bool = False,
     noise: Sequence[Run] = (),
     team: Team | None = None,
@@ -83,6 +86,7 @@ def compare_runs(
 
     noise: repeats of the baseline; what differs between it and one of them is left out.
     same_program: take both for runs of the same program, whatever their digests say.
+    exact: sums have no rounding in either run, so that no difference across layouts is rounding.
     verify: decode and check every step, also where digests agree.
     team: the processes that do it together; each of them calls this with the same arguments.
     progress: called after each step with how many ranks are done, in fractions, and of how many.
@@ -91,14 +95,15 @@ def compare_runs(
     """
     team = team or Alone()
     baseline, target, *repeats = (surveyed(run, team) for run in (baseline, target, *noise))
-    question = _Question(selection or Selection(), same_program, verify, tuple(repeats), progress)
+    selection = selection or Selection()
+    question = _Question(selection, same_program, exact, verify, tuple(repeats), progress)
     refused = refusal(baseline, target)
     if refused:
         skipped = Crew(baseline, target, [], team).num_events_of_others(baseline)
         coverage = _coverage(baseline, target, (), skipped)
         return _verdict(baseline, target, "incomparable", [refused], _NOTHING, coverage)
     refuse_other_runs(baseline, repeats)
-    if not layouts_differ(baseline, target):
+    if not _across_layouts(baseline, target, team):
         order = _handover(baseline, target, question, team)
         if order:
             return _compare_states(baseline, target, question, team, order)
@@ -111,15 +116,22 @@ def compare_runs(
     return team.share(compare_alone)[0]
 
 
+def _across_layouts(baseline: Run, target: Run, team: Team) -> bool:
+    """Whether the runs are compared by logical tensors: ranks or micro-batches were used otherwise.
+
+    The first process looks into the runs and tells the others.
+    """
+    if layouts_differ(baseline, target):
+        return True
+    return any(team.share(lambda: [] if team.index else [cut_otherwise(baseline, target)]))
+
+
 def _handover(baseline: Run, target: Run, question: _Question, team: Team) -> int:
     """Which run begins where the other ended, if no single steps were asked for."""
     common = [rank for rank in baseline.ranks if rank in target.ranks][:1]
     if question.selection.steps is not None or question.noise or not common:
         return 0
-    found = team.share(
-        lambda: [] if team.index else [handover_of(baseline, target, rank) for rank in common]
-    )
-    return sum(found)
+    return sum(team.share(lambda: [] if team.index else [handover_of(baseline, target, common[0])]))
 
 
 def _compare_states(
@@ -188,7 +200,7 @@ def _compare(
     selection = question.selection
     ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
     request = Request(selection, Settings.of(baseline, target), question.verify)
-    judge = as_it_is if pair is None else pair.taint.judged
+    judge = as_it_is if pair is None or question.exact else pair.taint.judged
     crew = Crew(baseline, target, ranks, team, judge)
     facts = crew.scan(request, question.noise, question.progress)
     one_program = question.same_program or is_same_program(baseline, target)
