@@ -84,11 +84,11 @@ def enable(
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     if rank == first_recorded_rank(settings, world_size):
-        recorder.on_first_step = lambda: say_size(writer.bytes_written)
+        recorder.writing.on_first_step = lambda: say_size(writer.bytes_written)
     if settings.check:
         online = OnlineCheck(rank, place, settings.level, settings.check)
-        recorder.on_batch = lambda batch: _tell(recorder, online.look(batch))
-        recorder.on_end = lambda: _tell(recorder, online.finish())
+        recorder.writing.on_batch = lambda batch: _tell(recorder, online.look(batch))
+        recorder.writing.on_end = lambda: _tell(recorder, online.finish())
     try:
         guard.attach()
     except BaseException:
