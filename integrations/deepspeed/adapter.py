@@ -17,10 +17,11 @@ from upguard_plugin.integrations.deepspeed.pipeline import ScheduleProbe
 from upguard_plugin.integrations.deepspeed.placements import DeepSpeedPlacements
 from upguard_plugin.integrations.deepspeed.shards import Shards
 from upguard_plugin.integrations.deepspeed.splits import parameter_specs
+from upguard_plugin.integrations.deepspeed.versions import moved_places
 
 
-def begin(engine: Any, config: UpGuardConfig) -> Guard:
-    """Begin to record an engine that `deepspeed.initialize` has made."""
+def begin(engine: Any, config: UpGuardConfig, version: str) -> Guard:
+    """Begin to record an engine that `deepspeed.initialize` has made. version: DeepSpeed's."""
     layout = find_layout(engine)
     models = named_models(engine.module)
     rename = GlobalNames(engine, models)
@@ -40,6 +41,8 @@ def begin(engine: Any, config: UpGuardConfig) -> Guard:
     )
     if guard.probes:
         _add_probes(guard, engine, shards)
+        for sentence in moved_places(version):
+            guard.recorder.note(sentence)
     return guard
 
 

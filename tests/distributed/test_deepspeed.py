@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from dataclasses import replace
 from itertools import product
@@ -182,3 +183,17 @@ def test_a_pipeline_is_recorded_by_microbatch_receives_and_sends_too(deepspeed_r
     data = {(k.boundary, k.role) for k in batch.keys if k.role == "data"}
     assert data == {("labels", "data")}
     assert trace.layout(1).axis("pp").index == 1
+
+
+def moved() -> list[str]:
+    import deepspeed
+
+    from upguard_plugin.integrations.deepspeed.versions import PLACES, moved_places
+
+    for place in PLACES:
+        importlib.import_module(f"deepspeed.{place.module}")
+    return moved_places(deepspeed.__version__)
+
+
+def test_this_deepspeed_has_every_place_that_the_adapter_relies_on(deepspeed_ranks):
+    assert deepspeed_ranks.run(moved) == [[], []]

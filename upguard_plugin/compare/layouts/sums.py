@@ -4,12 +4,13 @@ In:  the events of one rank in a step, in program order.
 Out: for each of them the sizes of the groups whose sums went into it since its inputs were seen.
 
 Two runs whose sums there have equal sizes add up the same numbers in the same order, so that only
-other sizes allow a difference. (Two numbers give one sum in either order.)
+other sizes allow a difference. (Two numbers give one sum in either order.) The norm is a sum over
+what each rank has of the gradients: it depends on how ZeRO cuts them, too.
 """
 
 from __future__ import annotations
 
-from upguard_plugin.records import EventKey
+from upguard_plugin.records import EventKey, Layout
 from upguard_plugin.trace.batch import EventBatch
 
 Sizes = tuple[int, ...]
@@ -20,10 +21,15 @@ _MADE_FROM = {"output": "input", "grad_input": "grad_output"}  # role -> what it
 _TOGETHER = ("grad_sync", "clip", "optimizer", "param_sync")  # phases in which all sums are one
 
 
+# ZeRO's stage -> how it cuts gradients, as a size that no group has.
+_CUTS = {1: (-1,), 2: (-1,), 3: (-3,)}
+
+
 class RankSums:
     """The sums of one rank, told event by event."""
 
-    def __init__(self, batch: EventBatch) -> None:
+    def __init__(self, batch: EventBatch, layout: Layout) -> None:
+        self._cut: Sizes = _CUTS.get(layout.zero_stage or 0, ())
         self._batch = batch
         self._done: list[tuple[int, str, int]] = []  # row, phase and group size, in order
         self._begun: dict[tuple[str, str, str, int, int], int] = {}  # call -> its first row
@@ -47,7 +53,8 @@ class RankSums:
         place = (key.boundary, int(batch.microbatch[row]), int(batch.call[row]))
         self._begun.setdefault((key.phase, key.role, *place), row)
         if key.phase in _TOGETHER:
-            return tuple(sorted(size for _, phase, size in self._done if phase == key.phase))
+            cut = self._cut if key.phase == "clip" else ()
+            return (*cut, *sorted(size for _, phase, size in self._done if phase == key.phase))
         if not self._done or key.phase == "accumulate":
             return ()  # a gradient before it is shared
         source = _MADE_FROM.get(key.role)
