@@ -30,6 +30,7 @@ SPECIAL = [
     Job("experts-apart", tp=2, ep=2, etp=1, experts=4, sequence_parallel=True, layers=1),
     Job("deferred", pp=2, fused=True, deferred=True, layers=2),
     Job("ramp", pp=2, ramp=(2, 4), layers=2),
+    Job("overlapped-plain", overlap=True, layers=2),  # without a distributed optimizer
     Job("heads", tp=2, qk_layernorm=True, layers=1),
     Job("pairs", recompute="pairs", layers=2),
     Job("block", recompute="block", layers=2),
