@@ -38,9 +38,9 @@ SPECIAL = [
 JOBS = [*SPECIAL, *whole_matrix(LAYOUTS)]
 # The rest is run by `make test-long`.
 SHORT = ("evaluated", "latent", "further", "experts-apart", "deferred", *pairwise(LAYOUTS))
-NAMES = [
-    pytest.param(job.name, marks=() if job.name in SHORT else pytest.mark.long) for job in JOBS
-]
+LONG = {job.name: pytest.mark.long for job in JOBS if job.name not in SHORT}
+NAMES = [pytest.param(job.name, marks=LONG.get(job.name, ())) for job in JOBS]
+WITH_THE_WEIGHTS_OF_TP2 = {"pp2-full-fp32", "vpp2-selective-fp32", "ramp", "explicit"}
 CUT_IN_PLACE = "fp16"  # unscaling changes the gradients that were recorded before it
 
 
@@ -56,6 +56,8 @@ def ran(request, tmp_path_factory):
         if item.path == request.path
         for name in (item.callspec.params.values() if hasattr(item, "callspec") else SHORT)
     }
+    if asked & WITH_THE_WEIGHTS_OF_TP2:
+        asked.add("tp2-none-fp32")
     jobs = [job for job in JOBS if job.name in asked]
     folder = tmp_path_factory.mktemp("layouts")
     twins = [replace(job, name=f"{job.name}-twin") for job in jobs]
@@ -158,7 +160,7 @@ def test_no_invariant_is_broken(ran, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["pp2-full-fp32", "vpp2-selective-fp32", pytest.param("ramp", marks=pytest.mark.long)]
+    "name", [pytest.param(n, marks=LONG.get(n, ())) for n in sorted(WITH_THE_WEIGHTS_OF_TP2)]
 )
 def test_layouts_begin_with_the_same_weights_under_the_same_names(ran, name):
     folder, _ = ran
