@@ -27,6 +27,7 @@ class Training:
     dtype: str = "fp32"
     accumulation: int = 1
     steps: int = 2
+    done: int = 0  # steps that were made before: their batches are left out
     config: dict[str, Any] = field(default_factory=dict)  # merged into DeepSpeed's
     zero: dict[str, Any] = field(default_factory=dict)
     upguard: dict[str, Any] | None = None  # the block; None: not recorded
@@ -103,6 +104,7 @@ def run_steps(engine: Any, training: Training) -> dict[str, torch.Tensor]:
     """The steps; each rank has its own data. The last reduced gradients, where they are kept."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[training.dtype]
+    torch.randn(training.done * training.accumulation, 2, 4, generator=generator)
     kept: dict[str, torch.Tensor] = {}
     number = training.steps * training.accumulation
     for forward in range(number):
