@@ -263,7 +263,25 @@ def block(folder: Path | str, **settings: Any) -> dict[str, Any]:
     return {"enabled": True, "output_dir": str(folder), **settings}
 
 
-def record_pipeline(ranks: Any, run: Path | None, fault: Any = None, program: str = "clean") -> Any:
+def train_without_sync(training: Training) -> dict[str, Any]:
+    """Two backwards a step, the first under `no_sync`; the weights that are left."""
+    engine = make_engine(training)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    try:
+        for _ in range(training.steps):
+            with engine.no_sync():
+                engine.backward(engine(torch.randn(2, 4, generator=generator)).square().mean())
+            engine.backward(engine(torch.randn(2, 4, generator=generator)).square().mean())
+            engine.step()
+        return {"weights": weights(engine)}
+    finally:
+        engine.destroy()
+
+
+def record_pipeline(
+    ranks: Any, run: Path | None, fault: Any = None, program: str = "clean", **changes: Any
+) -> Any:
     """Train the pipeline of two micro-batches on these ranks, recorded where a folder is given."""
     upguard = None if run is None else block(run, program=program)
-    return ranks.run(train_pipeline, Training(0, accumulation=2, upguard=upguard, fault=fault))
+    training = Training(accumulation=2, upguard=upguard, fault=fault, **changes)
+    return ranks.run(train_pipeline, training)
