@@ -13,6 +13,7 @@ import upguard_plugin
 from tests.cases.case import Case
 from tests.tx.mesh import Mesh
 from tests.tx.model import ExactGPT
+from tests.tx.rules import rules_of
 from tests.tx.training import exact_batches, sum_gradients, weighted_sum
 
 LARGEST = 448.0  # of float8_e4m3fn
@@ -46,9 +47,11 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
     model = ExactGPT(mesh)
     for block in model.blocks.values():  # on this rank's half of the sequence, as the norms
         block.attn.qkv = QuantisedLinear(block.attn.qkv.weight.detach())
+        block.ln1 = nn.Identity()  # an exact norm makes all rows as large as each other
     quantised = [block.attn.qkv for block in model.blocks.values()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 2**20)
-    with upguard_plugin.enable(model, optimizer, config) as guard:
+    placed = {"layout": mesh.layout, "placements": {"*.amax": ""} | rules_of(mesh)}
+    with upguard_plugin.enable(model, optimizer, config, **placed) as guard:
         for tokens, weights in exact_batches(num=2):
             optimizer.zero_grad()
             loss = weighted_sum(model(tokens), weights)
@@ -68,7 +71,10 @@ CASE = Case(
     num_ranks=2,
     answer={
         "step": 0, "kind": "collective", "ranks": [0, 1], "target": None,
-        "boundary": "all_reduce[world] blocks.0.attn.qkv.amax",
+        "boundary": "all_reduce[tp] blocks.0.attn.qkv.amax",
     },
-    waits="the target alone",
+    broken={
+        "invariant": "replicas-agree", "step": 0, "phase": "loss", "ranks": [0, 1],
+        "boundary": "blocks.0.attn.qkv.amax", "role": "buffer",
+    },
 )  # fmt: skip

@@ -23,6 +23,7 @@ Bools = npt.NDArray[np.bool_]
 
 PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 ROLE_NUMBER = {role: number for number, role in enumerate(ROLES)}
+DTENSOR = "dtensor "  # how a placement begins that a tensor carries with it
 SWITCHES = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -35,6 +36,7 @@ class KeyColumns:
     loose: Ints  # identity without operator, op and group
     form: Ints  # dtype and shape
     placement: Ints  # 0: not known
+    partial: Ints  # the axes over which a DTensor says it is a partial sum; 0: it says nothing
     phase: Ints  # place in PHASES
     role: Ints  # place in ROLES
     is_operator: Bools  # an operator call; else a module, a state, a batch
@@ -64,6 +66,7 @@ class KeySpace:
             self._numbered([("loose", *_place(key)) for key in keys]),
             self._numbered([(key.dtype, key.shape) for key in keys]),
             self._numbered([key.placement for key in keys]),
+            self._numbered([_partial(key) for key in keys]),
             np.array([PHASE_NUMBER[key.phase] for key in keys], dtype=np.int64),
             np.array([ROLE_NUMBER[key.role] for key in keys], dtype=np.int64),
             np.array([is_operator(key) for key in keys], dtype=np.bool_),
@@ -96,6 +99,13 @@ def called(key: EventKey) -> str | None:
 
 def is_collective(key: EventKey) -> bool:
     return key.op is not None or key.group is not None
+
+
+def _partial(key: EventKey) -> Hashable:
+    # The rules of a user say nothing of what a program does; a DTensor does.
+    if key.placement is None or not key.placement.spec.startswith(DTENSOR):
+        return None
+    return ("partial", *key.placement.partial)
 
 
 def _is_switch(key: EventKey) -> bool:
