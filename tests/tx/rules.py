@@ -28,7 +28,7 @@ def rules_of(mesh: Mesh, *, root: str = "") -> dict[str, Any]:
         rules |= {first: rows, second: columns}
     rules |= {
         "*ln?.weight": "h",
-        "ln_f.weight": "h",
+        "*ln_f.weight": "h",
         "*.weight": "o i",
         "*.core": _same(f"{inside} o[tp]"),
         "*.act": _same(f"{inside} o[tp]"),
