@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 from upguard_plugin.compare.causes import cause_of, structure_of
 from upguard_plugin.compare.crew import Crew
-from upguard_plugin.compare.describe import event_ref
 from upguard_plugin.compare.facts import RankFacts
-from upguard_plugin.compare.layouts.logical import LOGICAL_RANK, LogicalPair
+from upguard_plugin.compare.handover import handed_over, handover_of
+from upguard_plugin.compare.layouts.logical import LogicalPair
+from upguard_plugin.compare.layouts.region import matched, tainted
 from upguard_plugin.compare.layouts.taint import NO_SKETCHES
 from upguard_plugin.compare.layouts.units import cut_otherwise
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
@@ -24,6 +25,7 @@ from upguard_plugin.compare.noise import Repeat
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
     OTHER_PLACEMENTS,
+    RENUMBERED,
     differences_of_runs,
     is_same_program,
     layouts_differ,
@@ -32,12 +34,12 @@ from upguard_plugin.compare.obstacles import (
     refusal,
     totals,
 )
-from upguard_plugin.compare.pieces import shares_of
 from upguard_plugin.compare.ranks import Ask, Origin, origins_of, structures_of
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request, Settings
 from upguard_plugin.compare.selection import Selection
-from upguard_plugin.compare.steps import RankSteps, as_it_is, steps_behind
+from upguard_plugin.compare.spread import MAX_RANKS
+from upguard_plugin.compare.steps import as_it_is
 from upguard_plugin.compare.survey import surveyed
 from upguard_plugin.compare.team import Alone, Team
 from upguard_plugin.errors import UsageError
@@ -47,7 +49,6 @@ from upguard_plugin.verdict import (
     Coverage,
     Divergence,
     RunSide,
-    Tainted,
     Verdict,
     Word,
 )
@@ -93,7 +94,7 @@ def compare_runs(
     IncomparableError for noise that is no repeat of the baseline.
     """
     team = team or Alone()
-    baseline, target, *repeats = (_surveyed(run, team) for run in (baseline, target, *noise))
+    baseline, target, *repeats = (surveyed(run, team) for run in (baseline, target, *noise))
     selection = selection or Selection()
     question = _Question(selection, same_program, exact, verify, tuple(repeats), progress)
     refused = refusal(baseline, target)
@@ -102,8 +103,10 @@ def compare_runs(
         coverage = _coverage(baseline, target, (), skipped)
         return _verdict(baseline, target, "incomparable", [refused], _NOTHING, coverage)
     refuse_other_runs(baseline, repeats)
-    cut = team.share(lambda: [] if team.index else [cut_otherwise(baseline, target)])
-    if not layouts_differ(baseline, target) and not cut[0]:
+    if not _across_layouts(baseline, target, team):
+        order = _handover(baseline, target, question, team)
+        if order:
+            return _compare_states(baseline, target, question, team, order)
         repeated = [(baseline, repeat) for repeat in question.noise]
         return _compare(baseline, target, question, team, repeated)
 
@@ -114,6 +117,39 @@ def compare_runs(
     return team.share(compare_alone)[0]
 
 
+def _across_layouts(baseline: Run, target: Run, team: Team) -> bool:
+    """Whether the runs are compared by logical tensors: ranks or micro-batches were used otherwise.
+
+    The first process looks into the runs and tells the others.
+    """
+    if layouts_differ(baseline, target):
+        return True
+    return any(team.share(lambda: [] if team.index else [cut_otherwise(baseline, target)]))
+
+
+def _handover(baseline: Run, target: Run, question: _Question, team: Team) -> int:
+    """Which run begins where the other ended, if no single steps were asked for."""
+    common = [rank for rank in baseline.ranks if rank in target.ranks][:1]
+    if question.selection.steps is not None or question.noise or not common:
+        return 0
+    return sum(team.share(lambda: [] if team.index else [handover_of(baseline, target, common[0])]))
+
+
+def _compare_states(
+    baseline: Run, target: Run, question: _Question, team: Team, order: int
+) -> Verdict:
+    """Compare what one run left with what the other found of it: no step is in both."""
+    verdict = _compare(*handed_over(baseline, target, order), question, team)
+    sides = ("baseline", "target") if order > 0 else ("target", "baseline")
+    note = (
+        f"resumed: no step is in both runs; compared is the state that the {sides[0]} left with "
+        f"the one that the {sides[1]} found"
+    )
+    notes = [note, *(told for told in verdict.notes if not told.startswith(RENUMBERED))]
+    word: Word = "incomparable" if verdict.verdict == "identical" else verdict.verdict
+    return verdict.model_copy(update={"verdict": word, "notes": notes})
+
+
 def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict:
     """Compare runs of other layouts by their logical tensors."""
     if question.selection.ranks is not None:
@@ -121,8 +157,8 @@ def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict
             "--ranks cannot be used across layouts: a logical tensor is made of all ranks' parts"
         )
     pair = LogicalPair(baseline, target)
-    views = _matched(pair)
-    repeats = [_matched(LogicalPair(baseline, repeat)) for repeat in question.noise]
+    views = matched(pair)
+    repeats = [matched(LogicalPair(baseline, repeat)) for repeat in question.noise]
     verdict = _compare(*views, question, Alone(), repeats, pair)
     lost, taint = pair.left_out, pair.taint
     count = verdict.coverage.not_comparable + lost.counts.total()
@@ -136,33 +172,10 @@ def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict
                     "ranks": max(len(baseline.ranks), len(target.ranks)),
                 }
             ),
-            "tainted": _tainted(pair, verdict),
+            "tainted": tainted(pair, verdict),
             "notes": [*verdict.notes, *taint.notes(), *lost.notes()],
         }
     )
-
-
-def _matched(pair: LogicalPair) -> Repeat:
-    """Both runs of the pair as runs of one rank, step by step."""
-    views = pair.views()
-    lag = steps_behind(*views, LOGICAL_RANK)
-    pair.match(RankSteps(*views, LOGICAL_RANK, lag).partner)
-    return views
-
-
-def _tainted(pair: LogicalPair, verdict: Verdict) -> Tainted | None:
-    """The region in which sums were taken in another order, if one begins before a divergence."""
-    origin, farthest = pair.taint.origin, pair.taint.farthest
-    num_events = verdict.coverage.tainted
-    if origin is None or (verdict.verdict == "divergent" and not num_events):
-        return None
-    batch = pair.read(0, origin.step)
-    found = {
-        "from": event_ref(batch, origin.row, origin.event.ranks[0]),
-        "boundaries": num_events,
-        "largest_in_eps": farthest[0].in_eps if farthest else 0.0,
-    }
-    return Tainted.model_validate(found)  # "from" is no name for an argument
 
 
 def _compare(
@@ -170,7 +183,7 @@ def _compare(
     target: Run,
     question: _Question,
     team: Team,
-    repeats: Sequence[Repeat],
+    repeats: Sequence[Repeat] = (),
     pair: LogicalPair | None = None,
 ) -> Verdict:
     """pair: across layouts, what the two runs are views of."""
@@ -195,6 +208,7 @@ def _compare(
         return _verdict(baseline, target, word, reasons + notes, certified, coverage)
     if origins.num_more:
         notes.append(f"{origins.num_more} more boundaries differ first, beside those listed")
+    spread = crew.spread(origins.in_order()[:MAX_RANKS]) if decide is cause_of else []
     if pair is not None:
         origins = replace(origins, minimal=_on_ranks(origins.minimal, pair), per_rank=())
     minimal, per_rank = (
@@ -203,7 +217,8 @@ def _compare(
     )
     certified = _certified(facts, None if len(facts) == 1 else minimal[0].ranks[0], crew)
     notes += reasons
-    return _verdict(baseline, target, "divergent", notes, certified, coverage, minimal, per_rank)
+    verdict = _verdict(baseline, target, "divergent", notes, certified, coverage, minimal, per_rank)
+    return verdict.model_copy(update={"spread": spread})
 
 
 def _on_ranks(origins: Sequence[Origin], pair: LogicalPair) -> tuple[Origin, ...]:
@@ -217,12 +232,6 @@ def _on_ranks(origins: Sequence[Origin], pair: LogicalPair) -> tuple[Origin, ...
         assert row is not None
         renamed.append(replace(origin, ranks=pair.events(side, step)[row].ranks))
     return tuple(renamed)
-
-
-def _surveyed(run: Run, team: Team) -> Run:
-    """Each process looks at the ranks whose beginning it would compare."""
-    shares = shares_of(run.ranks, team.index, team.size)
-    return surveyed(run, [share.rank for share in shares if share.start == 0], team)
 
 
 def _verdict(
