@@ -81,7 +81,10 @@ def adopt_carried(environ: MutableMapping[str, str]) -> None:
     """Give variables that came under a PYTHON_ name their own, unless that is set."""
     carried = [name for name in environ if name.startswith(CARRIED_PREFIX)]
     for name in carried:
-        environ.setdefault(name.removeprefix("PYTHON_"), environ[name])
+        text = environ[name]
+        if len(text) > 1 and text[0] == text[-1] == '"':
+            text = text[1:-1]  # DeepSpeed's launcher quotes for a shell that need not be there
+        environ.setdefault(name.removeprefix("PYTHON_"), text)
 
 
 def is_dormant(environ: Mapping[str, str]) -> bool:

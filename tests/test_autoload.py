@@ -122,6 +122,12 @@ def test_carried_variables_get_their_names():
     assert (environ["UPGUARD"], environ["UPGUARD_LEVEL"]) == ("1", "stage")
 
 
+def test_quotes_that_deepspeed_has_put_around_a_value_go():
+    environ = {"PYTHON_UPGUARD_OUTPUT_DIR": '"/data/my run"', "PYTHON_UPGUARD_STEPS": '"'}
+    adopt_carried(environ)
+    assert (environ["UPGUARD_OUTPUT_DIR"], environ["UPGUARD_STEPS"]) == ("/data/my run", '"')
+
+
 @pytest.mark.parametrize(
     "command",
     [

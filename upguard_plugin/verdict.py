@@ -136,8 +136,12 @@ class Tainted(Model):
     """The region in which sums were taken in another order. Set across layouts only."""
 
     origin: EventRef = Field(alias="from")
-    boundaries: int
-    largest_in_eps: float
+    boundaries: int = Field(
+        description="events in it, before any divergence, that are unequal by rounding"
+    )
+    largest_in_eps: float = Field(
+        description="of these; epsilons of the coarsest dtype that their values went through"
+    )
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
@@ -161,6 +165,9 @@ class Coverage(Model):
     unmatched_baseline: int
     unmatched_target: int
     not_comparable: int
+    tainted: int = Field(
+        default=0, description="pairs before any divergence that are unequal by rounding"
+    )
     filtered: int
     noise: int
     never_fired: int = Field(description="probes that never saw a tensor, as the runs noted them")

@@ -10,30 +10,39 @@ from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.integrations.deepspeed.buckets import Buffers
-from upguard_plugin.integrations.deepspeed.layout import find_layout
+from upguard_plugin.integrations.deepspeed.layout import find_layout, zero_axes
+from upguard_plugin.integrations.deepspeed.names import GlobalNames
 from upguard_plugin.integrations.deepspeed.optimizer import UpdateProbe
 from upguard_plugin.integrations.deepspeed.pipeline import ScheduleProbe
 from upguard_plugin.integrations.deepspeed.placements import DeepSpeedPlacements
 from upguard_plugin.integrations.deepspeed.shards import Shards
+from upguard_plugin.integrations.deepspeed.splits import parameter_specs
+from upguard_plugin.integrations.deepspeed.versions import moved_places
 
 
-def begin(engine: Any, config: UpGuardConfig) -> Guard:
-    """Begin to record an engine that `deepspeed.initialize` has made."""
+def begin(engine: Any, config: UpGuardConfig, version: str) -> Guard:
+    """Begin to record an engine that `deepspeed.initialize` has made. version: DeepSpeed's."""
     layout = find_layout(engine)
-    names = ParameterNames(named_models(engine.module), whole=False)
+    models = named_models(engine.module)
+    rename = GlobalNames(engine, models)
+    names = ParameterNames(models, whole=False, rename=rename)
     shards = Shards(engine, names)
     experts = frozenset(
         name for name, p in names.parameters.items() if not getattr(p, "allreduce", True)
     )
+    specs = parameter_specs(names.parameters, layout, experts)
     guard = enable(
         engine.module,
         getattr(engine, "basic_optimizer", None) or engine.optimizer,
         config,
         layout=layout,
-        placements=DeepSpeedPlacements(layout, shards.by_name, experts),
+        placements=DeepSpeedPlacements(layout, shards.by_name, specs, zero_axes(engine, layout)),
+        rename=rename,
     )
     if guard.probes:
         _add_probes(guard, engine, shards)
+        for sentence in moved_places(version):
+            guard.recorder.note(sentence)
     return guard
 
 

@@ -93,6 +93,9 @@ class UpdateProbe:
     @shielded
     def _after_clip(self, norm: Any, *_args: Any, **_kwargs: Any) -> None:
         self._record_norm(norm)
+        if self.recorder.active:
+            parameters = list(self._guard.names.parameters.items())
+            self._guard.states.gradients.record_complete(parameters, operator="clip_grad_norm_")
 
     @shielded
     def _record_norm(self, norm: Any = None) -> None:

@@ -12,20 +12,17 @@ is reported.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from upguard_plugin.errors import UsageError
 from upguard_plugin.integrations.attach import attach, say
 from upguard_plugin.integrations.deepspeed.block import KEY, find_settings, read_config
+from upguard_plugin.integrations.deepspeed.versions import check_version
 from upguard_plugin.integrations.wraps import wrap
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
-
-MIN_VERSION = (0, 15)
 
 
 def patch(module: ModuleType) -> Callable[[], None]:
@@ -101,21 +98,11 @@ class _Seam:
         engines = self._engines
 
         def make_guard() -> Guard:
-            guard = begin(engine, settings)
+            guard = begin(engine, settings, self._deepspeed.__version__)
             engines.record(engine, guard)
             return guard
 
         attach(make_guard, "this DeepSpeed engine")
-
-
-def check_version(version: str) -> None:
-    """Raises UsageError for a DeepSpeed that this adapter does not know."""
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    if numbers < MIN_VERSION:
-        raise UsageError(
-            f"cannot record DeepSpeed {version}: UpGuard needs 0.15 or newer",
-            remedy=f'pip install "deepspeed>=0.15", or take the block "{KEY}" out of its config',
-        )
 
 
 def _asks_for_us(engine: Any) -> bool:

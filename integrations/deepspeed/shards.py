@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -115,7 +116,9 @@ class Shards:
             return None
         part: Tensor | None = None
         mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is not None:
+        if getattr(self._optimizer, "round_robin_gradients", False):
+            part = _gradient_dealt(self._optimizer, parameter)
+        elif mapping is not None:
             part = _gradient12(self._optimizer, mapping, parameter)
         elif hasattr(parameter, "ds_id") and hasattr(self._optimizer, "averaged_gradients"):
             part = self._optimizer.get_local_fp32_grad_for_param(parameter)
@@ -153,6 +156,9 @@ def _partitions(optimizer: Any) -> list[tuple[Tensor, list[tuple[Tensor, int, Sh
             )
             if flat is not None
         ]
+    if getattr(optimizer, "round_robin_gradients", False):
+        flats = optimizer.single_partition_of_fp32_groups
+        return [(flat, _dealt(optimizer, number)) for number, flat in enumerate(flats)]
     for flats, groups in (
         ("single_partition_of_fp32_groups", "bit16_groups"),
         ("fp32_groups_flat_partition", "bf16_groups"),
@@ -172,6 +178,27 @@ def _mapped(group: Sequence[Tensor]) -> list[tuple[Tensor, int, Shard]]:
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
             shard = Shard(here.start, here.numel, tuple(parameter.shape), _is_expert(parameter))
             found.append((parameter, int(there.start), shard))
+    return found
+
+
+def _dealt(optimizer: Any, number: int) -> list[tuple[Tensor, int, Shard]]:
+    """The parameters of a ZeRO group that is dealt out to the ranks in turn.
+
+    The mapping that DeepSpeed hangs on each parameter knows nothing of that order.
+    """
+    group = optimizer.round_robin_bit16_groups[number]
+    size = optimizer.partition_size[number]
+    begin = size * torch.distributed.get_rank(optimizer.real_dp_process_group[number])
+    offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # with gaps, in newer ones
+    ends = [0, *accumulate(parameter.numel() for parameter in group)]
+    found = []
+    for parameter, offset in zip(group, ends if offsets is None else offsets[number], strict=False):
+        start = max(begin, offset)
+        length = min(begin + size, offset + parameter.numel()) - start
+        if length > 0:
+            shape = tuple(parameter.shape)
+            shard = Shard(start - offset, length, shape, _is_expert(parameter))
+            found.append((parameter, start - begin, shard))
     return found
 
 
@@ -201,11 +228,17 @@ def _is_expert(parameter: Any) -> bool:
 
 
 def _whole_groups(optimizer: Any) -> list[tuple[Tensor, Sequence[Tensor]]]:
-    """(flat tensor, the parameters in it) of FP16_Optimizer, which partitions nothing."""
+    """(master, the parameters in it) of the optimizers that partition nothing.
+
+    FP16_Optimizer has a flat master for each group, FP16_UnfusedOptimizer one for each parameter.
+    """
+    groups = getattr(optimizer, "fp16_groups", ())
     flats = getattr(optimizer, "fp32_groups_flat", None)
-    if not flats or not hasattr(optimizer, "fp16_groups"):
-        return []
-    return list(zip(flats, optimizer.fp16_groups, strict=True))
+    if flats and groups:
+        return list(zip(flats, groups, strict=True))
+    masters = getattr(optimizer, "fp32_groups", None) or ()
+    pairs = zip(chain.from_iterable(masters), chain.from_iterable(groups), strict=False)
+    return [(master, [parameter]) for master, parameter in pairs if isinstance(master, Tensor)]
 
 
 def _gradient12(optimizer: Any, mapping: Any, parameter: Any) -> Tensor | None:
@@ -216,3 +249,14 @@ def _gradient12(optimizer: Any, mapping: Any, parameter: Any) -> Tensor | None:
         return None
     part: Tensor = parts[parameter._index_in_param_group]
     return part
+
+
+def _gradient_dealt(optimizer: Any, parameter: Tensor) -> Tensor | None:
+    """The same where parameters are dealt out in turn."""
+    for number, group in enumerate(optimizer.params_in_partition):
+        for index, candidate in enumerate(group):
+            if candidate is parameter:
+                parts = optimizer.averaged_gradients.get(number) or ()
+                parts = [part for part in parts if not hasattr(part, "_zero_padding")]
+                return parts[index] if index < len(parts) else None
+    return None

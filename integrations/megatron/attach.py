@@ -41,11 +41,11 @@ def attach(
     # Slow to load, and optional: this module is imported with every Megatron program.
     from upguard_plugin.integrations.megatron.versions import check_megatron
 
-    check_megatron()
+    untried = check_megatron()
     from upguard_plugin.integrations.megatron.adapter import begin
 
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
-    return begin(
+    guard = begin(
         chunks,
         optimizer,
         config,
@@ -53,3 +53,6 @@ def attach(
         placements=placements,
         vocabulary_size=vocabulary_size,
     )
+    if untried and guard.probes:
+        guard.recorder.note(untried)
+    return guard

@@ -10,8 +10,8 @@ used by the model; the distributed optimizer keeps a slice of it, flattened, on 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +19,16 @@ import torch
 from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.capture.placements import STATE_ROLES, Placements
 from upguard_plugin.errors import PlacementError
+from upguard_plugin.integrations.megatron.expert_rules import (
+    expert_activations,
+    is_inside_experts,
+)
+from upguard_plugin.integrations.megatron.parameter_rules import grouped_weights, parameter_spec
 from upguard_plugin.integrations.megatron.rules import (
     UNDESCRIBED,
+    Activations,
     activations_of,
-    parameter_spec,
+    is_second_embedding,
 )
 from upguard_plugin.placement import resolve_placement
 from upguard_plugin.records import Layout, Placement
@@ -42,12 +48,21 @@ class Shard:
         return self.end - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is known of a model's tensors."""
+
+    specs: Mapping[str, Any]  # name -> spec, or role -> slot -> spec
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the memory, where
+    # the spec of a parameter is for another shape than the parameter has
+
+
 class MegatronPlacements(Placements):
     """The user's rules first, then Megatron's."""
 
     def __init__(
         self,
-        rules: Mapping[str, Any],
+        rules: Rules,
         user_rules: Mapping[str, Any] | None,
         layout: Layout,
         shards: Mapping[str, Shard],
@@ -57,17 +72,30 @@ class MegatronPlacements(Placements):
 
         Raises PlacementError or ConfigError for a user's rule that cannot be read.
         """
-        super().__init__(rules, layout)
+        super().__init__(rules.specs, layout)
+        self._shapes = rules.shapes
         self._replicas = False  # here every parameter has a rule, or is unknown
         self._user = Placements(user_rules, layout)
         self._user._replicas = False
         self._shards = shards
         self._partial = partial
+        self._dims: dict[str, int] = {}
         self.misfit: Callable[[str], None] = lambda sentence: None  # told of a rule that fails
 
     def unreduced(self, boundary: str) -> tuple[str, ...]:
         """The axes over which a parameter's gradient is a partial sum while it is accumulated."""
         return ("dp", "cp", "edp", *self._partial.get(boundary, ()))
+
+    def set_batch_size(self, size: int) -> None:
+        """Samples of a micro-batch on this rank, by which tokens in one dim are told apart."""
+        if self._dims.get("b") != size:
+            self._dims["b"] = size
+            self._found.clear()
+
+    def resolve(self, spec: str, boundary: str, shape: torch.Size) -> Placement:
+        """As `Placements.resolve`. Fused dims of tokens have sizes that only the schedule knows."""
+        dims = self._dims if "(" in spec else None
+        return resolve_placement(spec, tuple(shape), self._layout, dims=dims)
 
     def _find(self, boundary: str, role: str, slot: str, shape: torch.Size) -> Placement | None:
         given = self._user._find(boundary, role, slot, shape)
@@ -77,6 +105,8 @@ class MegatronPlacements(Placements):
             shard = self._shards.get(boundary)
             if shard is not None and _is_slice(role, shape, shard):
                 return self._slice(boundary, shard, shape)
+            if boundary in self._shapes and role in STATE_ROLES:
+                shape = torch.Size(self._shapes[boundary])
             return super()._find(boundary, role, slot, shape)
         except PlacementError as error:
             self.misfit(f"the placement of {boundary} is not known: {error.sentence}")
@@ -90,7 +120,8 @@ class MegatronPlacements(Placements):
         splits = [f"{axes[0]}@{shard.start}:{shard.end}"]
         splits += [f"{axis}@0:{shard.size}" for axis in axes[1:] if self._is_split(axis)]
         flat = f"{spec} | flat[{','.join(splits)}]"
-        return resolve_placement(flat, tuple(shape), self._layout, whole_shape=shard.whole_shape)
+        whole = self._shapes.get(boundary, shard.whole_shape)
+        return resolve_placement(flat, tuple(shape), self._layout, whole_shape=whole)
 
     def _is_split(self, axis: str) -> bool:
         found = self._layout.axis(axis)
@@ -105,29 +136,52 @@ def _is_slice(role: str, shape: torch.Size, shard: Shard) -> bool:
 
 def find_rules(
     names: ParameterNames, config: Any, layout: Layout, vocabulary_size: int | None
-) -> dict[str, Any]:
-    """Rules for all modules, parameters and batches: name -> spec, or role -> slot -> spec."""
+) -> Rules:
+    """Rules for all modules, parameters and batches."""
     fill = _Fill(layout, sequence_parallel=getattr(config, "sequence_parallel", False))
-    rules: dict[str, Any] = {}
-    undescribed: list[str] = []
+    specs: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    undescribed: list[str] = []  # modules
+    unlike: list[str] = []  # modules whose tensors have no partner on one rank
     for name, module in names.walk():
         bases = {base.__name__ for base in type(module).__mro__}
+        parent = names.modules.get(name.rpartition(".")[0] or names.roots[0])
         if not bases.isdisjoint(UNDESCRIBED):
             undescribed.append(name)
-        elif not any(name.startswith(f"{outer}.") for outer in undescribed):
-            rule = _module_rule(name, module, fill)
-            if rule:
-                rules[name] = rule
+        elif is_second_embedding(module, parent):
+            unlike.append(name)
+        if _is_inside(name, undescribed + unlike):
+            continue
+        if is_inside_experts(name):
+            activations = expert_activations(name, module, layout, config)
+        else:
+            activations = activations_of(name, module, parent)
+        rule = _module_rule(module, activations, fill)
+        if rule:
+            specs[name] = rule
     for name, parameter in names.parameters.items():
         split = getattr(parameter, "tensor_model_parallel", False)
-        if split and any(name.startswith(f"{outer}.") for outer in undescribed):
+        if split and _is_inside(name, undescribed):
             continue
-        if _is_between_meshes(name, parameter, layout):
-            continue
-        rules[name] = parameter_spec(name, parameter, config, vocabulary_size)
+        if not _is_between_meshes(name, parameter, layout):
+            specs[name] = parameter_spec(name, parameter, config, vocabulary_size)
+    for name, module in _grouped(names):
+        for weight in grouped_weights(name, module):
+            if weight.name in specs:
+                specs[weight.name], shapes[weight.name] = weight.spec, weight.shape
     for batch in ("input_ids", "position_ids", "labels", "loss_mask", "tokens"):
-        rules[batch] = fill("{B} {C}")
-    return rules
+        specs[batch] = fill("{B} {C}")
+    return Rules(specs, shapes)
+
+
+def _is_inside(name: str, undescribed: list[str]) -> bool:
+    return any(f"{name}.".startswith(f"{outer}.") for outer in undescribed)
+
+
+def _grouped(names: ParameterNames) -> Iterator[tuple[str, Any]]:
+    for name, module in names.walk():
+        if any(base.__name__ == "GroupedMLP" for base in type(module).__mro__):
+            yield name, module
 
 
 def _is_between_meshes(name: str, parameter: Any, layout: Layout) -> bool:
@@ -146,8 +200,11 @@ def partial_axes(
     for name, parameter in names.parameters.items():
         axes: tuple[str, ...] = ()
         # Norms of queries and keys see the heads of their rank only.
-        per_head = ".q_layernorm." in name or ".k_layernorm." in name
-        if getattr(parameter, "sequence_parallel", False) or per_head:
+        per_head = (".q_layernorm." in name or ".k_layernorm." in name) and not hasattr(
+            names.modules.get(name.rsplit(".", 2)[0]), "linear_kv_down_proj"
+        )
+        averaged = getattr(parameter, "average_gradients_across_tp_domain", False)
+        if getattr(parameter, "sequence_parallel", False) or per_head or averaged:
             axes += ("tp",)
         if name in tied:
             axes += ("pp",)
@@ -156,24 +213,30 @@ def partial_axes(
     return found
 
 
-def _module_rule(name: str, module: Any, fill: Callable[[str], str]) -> dict[str, Any]:
-    activations = activations_of(name, module)
+def _module_rule(
+    module: Any, activations: Activations, fill: Callable[[str], str]
+) -> dict[str, Any]:
     signature = list(inspect.signature(module.forward).parameters)
-    inputs: dict[str, str] = {}
-    for argument, spec in activations.inputs.items():
-        inputs[f"kwargs.{argument}"] = fill(spec)
-        if argument in signature:
-            inputs[f"args.{signature.index(argument)}"] = fill(spec)
-    outputs: dict[str, str] = {}
-    for index, spec in enumerate(activations.outputs):
-        outputs[f"out.{index}"] = fill(spec)
-        if index == 0:
-            outputs["0"] = fill(spec)
+
+    def inputs(specs: Mapping[str, str]) -> dict[str, str]:
+        slots: dict[str, str] = {}
+        for argument, spec in specs.items():
+            slots[f"kwargs.{argument}"] = fill(spec)
+            if argument in signature:
+                slots[f"args.{signature.index(argument)}"] = fill(spec)
+        return slots
+
+    def outputs(specs: tuple[str, ...]) -> dict[str, str]:
+        slots = {f"out.{index}": fill(spec) for index, spec in enumerate(specs)}
+        return slots | {"0": slots["out.0"]} if slots else slots
+
+    given, grad_given = activations.outputs, activations.grad_outputs
+    taken, grad_taken = activations.inputs, activations.grad_inputs
     rule = {
-        "input": inputs,
-        "output": outputs,
-        "grad_input": inputs,
-        "grad_output": outputs,
+        "input": inputs(taken),
+        "output": outputs(given),
+        "grad_input": inputs(taken if grad_taken is None else grad_taken),
+        "grad_output": outputs(given if grad_given is None else grad_given),
     }
     return {role: slots for role, slots in rule.items() if slots}
 
@@ -190,6 +253,7 @@ class _Fill:
             "C": _dim("s", over_cp),
             "B": _dim("b", ["dp"]),
         }
+        self._dims["T"] = f"({self._dims['S']} {self._dims['B']})"
 
     def __call__(self, spec: str) -> str:
         return spec.format_map(self._dims)

@@ -1,13 +1,14 @@
 """How Megatron-Core splits its tensors: one rule for each standard module.
 
-In:  a module, its name, and the model's config.
-Out: placements of its parameters and of the tensors that enter and leave it, as text in the grammar
-     of docs/placements.md. What no rule describes stays unknown; a user's own rules come first.
+In:  a module, its name, and the module that it is a part of.
+Out: placements of the tensors that enter and leave it, as text in the grammar of
+     docs/placements.md. What no rule describes stays unknown; a user's own rules come first.
 
 Letters: s sequence, b batch, h i o hidden sizes, v vocabulary, n heads, d size of a head, f the
 half of a gated linear unit. `{S}` is the sequence between layers: split by context parallelism,
 and with sequence parallel by tp too. `{C}` is the sequence inside a tensor-parallel region. `{B}`
-is the batch: every data-parallel replica has its own samples.
+is the batch: every data-parallel replica has its own samples. `{T}` are a layer's tokens, sequence
+and batch in one dim. Experts have rules of their own (`expert_rules.py`).
 """
 
 from __future__ import annotations
@@ -17,51 +18,80 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HIDDEN = "{S} {B} h"
+ROTARY = "{C} x y d"  # angles of the positions, the same for all samples and heads
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Placements of what a module takes and gives; gradients have those of their tensors."""
+    """Placements of what a module takes and gives, and of the gradients of both."""
 
     inputs: Mapping[str, str] = field(default_factory=dict)  # by argument name
     outputs: tuple[str, ...] = ()  # of the output, or of the first parts of a tuple
+    # Where a gradient is placed unlike its tensor: what one of them shows in part, as a sum that
+    # has not been added up over the ranks, the other shows whole.
+    grad_inputs: Mapping[str, str] | None = None
+    grad_outputs: tuple[str, ...] | None = None
 
 
-def _column_parallel(name: str, module: Any) -> Activations:
+def _column_parallel(name: str, module: Any, parent: Any) -> Activations:
     sequence = "{S}" if getattr(module, "sequence_parallel", False) else "{C}"
-    out = "o" if getattr(module, "gather_output", False) else "o[tp]"
     taken = f"{sequence} {{B}} i"
+    if getattr(module, "gather_output", False):
+        out = bias = "o"
+    else:
+        out = bias = "(2 o[tp])" if is_gated(name, module) else "o[tp]"
     # The second part is the bias, where adding it is left to the caller.
-    return Activations({"input_": taken, "x": taken}, (f"{{C}} {{B}} {out}", "o[tp]"))
+    return Activations({"input_": taken, "x": taken}, (f"{{C}} {{B}} {out}", bias))
 
 
-def _row_parallel(name: str, module: Any) -> Activations:
+def is_gated(name: str, module: Any) -> bool:
+    """Whether a linear layer gives two halves, gate and up, each split over the ranks."""
+    config = getattr(module, "config", None)
+    return name.endswith("linear_fc1") and bool(getattr(config, "gated_linear_unit", False))
+
+
+def _row_parallel(name: str, module: Any, parent: Any) -> Activations:
     sequence = "{S}" if getattr(module, "sequence_parallel", False) else "{C}"
     i = "i[tp]" if getattr(module, "input_is_parallel", True) else "i"
     taken = f"{{C}} {{B}} {i}"
     return Activations({"input_": taken, "x": taken}, (f"{sequence} {{B}} o", "o"))
 
 
-def _vocabulary_embedding(name: str, module: Any) -> Activations:
+def _duplicated(name: str, module: Any, parent: Any) -> Activations:
+    """A linear layer that every rank has whole."""
+    return Activations({"x": "{S} {B} i"}, ("{S} {B} o", "o"))
+
+
+def _vocabulary_embedding(name: str, module: Any, parent: Any) -> Activations:
     scattered = getattr(module, "reduce_scatter_embeddings", False)
     return Activations({"input_": "{B} {C}"}, (HIDDEN if scattered else "{B} {C} h",))
 
 
-def _embedding(name: str, module: Any) -> Activations:
-    scattered = getattr(module, "scatter_to_sequence_parallel", True)
+def _embedding(name: str, module: Any, parent: Any) -> Activations:
     tokens = {"input_ids": "{B} {C}", "position_ids": "{B} {C}"}
-    return Activations(tokens, (HIDDEN if scattered else "{C} {B} h",))
+    return Activations(tokens, (_embedded(module),))
 
 
-def _norm(name: str, module: Any) -> Activations:
-    if name.rpartition(".")[2] in ("q_layernorm", "k_layernorm"):
+def _embedded(embedding: Any) -> str:
+    scattered = getattr(embedding, "scatter_to_sequence_parallel", True)
+    return HIDDEN if scattered else "{C} {B} h"
+
+
+def _rotary(name: str, module: Any, parent: Any) -> Activations:
+    return Activations({}, (ROTARY,))
+
+
+def _norm(name: str, module: Any, parent: Any) -> Activations:
+    # Latent attention has norms of these names before the heads are made.
+    is_latent = hasattr(parent, "linear_kv_down_proj")
+    if name.rpartition(".")[2] in ("q_layernorm", "k_layernorm") and not is_latent:
         spec = "{C} {B} n[tp] d"
     else:
         spec = HIDDEN
     return Activations({"input": spec, "x": spec, "hidden_states": spec}, (spec,))
 
 
-def _attention_core(name: str, module: Any) -> Activations:
+def _attention_core(name: str, module: Any, parent: Any) -> Activations:
     heads = dict.fromkeys(("query", "key", "value"), "{C} {B} n[tp] d")
     config = getattr(module, "config", None)
     groups = getattr(config, "num_query_groups", None)
@@ -70,42 +100,73 @@ def _attention_core(name: str, module: Any) -> Activations:
     return Activations(heads, ("{C} {B} h[tp]",))
 
 
-def _scores(name: str, module: Any) -> Activations:
+def _scores(name: str, module: Any, parent: Any) -> Activations:
     return Activations({"input": "{B} n[tp] q k"}, ("{B} n[tp] q k",))
 
 
-def _dropout(name: str, module: Any) -> Activations:
+def _dropout(name: str, module: Any, parent: Any) -> Activations:
     if name.endswith("core_attention.attention_dropout"):
-        return _scores(name, module)
+        return _scores(name, module, parent)
+    if name.endswith("embedding.embedding_dropout"):
+        return Activations({"input": _embedded(parent)}, (_embedded(parent),))
     return Activations()
 
 
-def _identity(name: str, module: Any) -> Activations:
+def _identity(name: str, module: Any, parent: Any) -> Activations:
     """What stands where a model has no norm or no attention to another sequence."""
     if name.endswith(("layernorm", "cross_attention")):
-        spec = _norm(name, module).outputs[0]
+        spec = _norm(name, module, parent).outputs[0]
         return Activations({"x": spec}, (spec,))
     return Activations()
 
 
-def _hidden_to_hidden(name: str, module: Any) -> Activations:
-    return Activations({"hidden_states": HIDDEN}, (HIDDEN, "h"))  # the second part is a bias
+def _hidden_to_hidden(name: str, module: Any, parent: Any) -> Activations:
+    taken = {"hidden_states": HIDDEN, "rotary_pos_emb": ROTARY}
+    return Activations(taken, (HIDDEN, "h"))  # the second part is a bias
 
 
-def _model(name: str, module: Any) -> Activations:
+def _layers(name: str, module: Any, parent: Any) -> Activations:
+    """All layers of a pipeline stage: between stages there is no boundary on one rank."""
+    taken = {"hidden_states": HIDDEN} if getattr(module, "pre_process", True) else {}
+    given = (HIDDEN,) if getattr(module, "post_process", True) else ()
+    return Activations(taken | {"rotary_pos_emb": ROTARY}, given)
+
+
+def _router(name: str, module: Any, parent: Any) -> Activations:
+    # Probabilities, and the map of who takes which token.
+    return Activations({"input": HIDDEN}, ("{T} e", "{T} e"))
+
+
+def _further_token(name: str, module: Any, parent: Any) -> Activations:
+    tokens = {"input_ids": "{B} {C}", "position_ids": "{B} {C}", "hidden_states": HIDDEN}
+    given = (HIDDEN, tokens["input_ids"], tokens["position_ids"])
+    return Activations(tokens | {"rotary_pos_emb": ROTARY}, given)
+
+
+def _further_tokens(name: str, module: Any, parent: Any) -> Activations:
+    # The hidden states of all depths, one after the other.
+    depths = 1 + len(getattr(module, "layers", ()))
+    tokens = _further_token(name, module, parent).inputs
+    return Activations(tokens, (f"({depths} {{S}}) {{B}} h",))
+
+
+def _model(name: str, module: Any, parent: Any) -> Activations:
     tokens = {"input_ids": "{B} {C}", "position_ids": "{B} {C}", "labels": "{B} {C}"}
-    return Activations(tokens)
+    # The last stage gives the loss of each token, as training has it.
+    return Activations(tokens, ("{B} {C}",) if getattr(module, "post_process", True) else ())
 
 
 # By the class of the module, or of one of its bases.
-RULES: dict[str, Callable[[str, Any], Activations]] = {
+RULES: dict[str, Callable[[str, Any, Any], Activations]] = {
     "ColumnParallelLinear": _column_parallel,
     "TEColumnParallelLinear": _column_parallel,
     "TELayerNormColumnParallelLinear": _column_parallel,
     "RowParallelLinear": _row_parallel,
     "TERowParallelLinear": _row_parallel,
+    "TELinear": _duplicated,
     "VocabParallelEmbedding": _vocabulary_embedding,
     "LanguageModelEmbedding": _embedding,
+    "RotaryEmbedding": _rotary,
     "LayerNorm": _norm,
     "RMSNorm": _norm,
     "FusedLayerNorm": _norm,
@@ -116,54 +177,31 @@ RULES: dict[str, Callable[[str, Any], Activations]] = {
     "Dropout": _dropout,
     "IdentityOp": _identity,
     "SelfAttention": _hidden_to_hidden,
+    "MultiLatentAttention": _hidden_to_hidden,
     "MLP": _hidden_to_hidden,
     "MoELayer": _hidden_to_hidden,
+    "Router": _router,
     "TransformerLayer": _hidden_to_hidden,
-    "TransformerBlock": _hidden_to_hidden,
+    "TransformerBlock": _layers,
+    "MultiTokenPredictionLayer": _further_token,
+    "MultiTokenPredictionBlock": _further_tokens,
     "GPTModel": _model,
 }
 
 # Inside these a split dim holds several tensors one after the other, each split by itself, or
 # activations have shapes of their own: what is split there stays unknown.
-UNDESCRIBED = ("MambaMixer", "GatedDeltaNet", "MLASelfAttention", "GroupedMLP")
+UNDESCRIBED = ("MambaMixer", "GatedDeltaNet")
 
 
-def activations_of(name: str, module: Any) -> Activations:
+def is_second_embedding(module: Any, parent: Any) -> bool:
+    """Whether an embedding serves further tokens only: what goes in is no first stage's batch."""
+    is_embedding = any(base.__name__ == "LanguageModelEmbedding" for base in type(module).__mro__)
+    return is_embedding and not getattr(parent, "pre_process", True)
+
+
+def activations_of(name: str, module: Any, parent: Any = None) -> Activations:
     """The rule of a module; empty where there is none. name: in the whole model."""
-    if getattr(module, "is_expert", False) or ".experts." in name:
-        return Activations()  # its tokens are those that the router sent there
     for base in type(module).__mro__:
         if base.__name__ in RULES:
-            return RULES[base.__name__](name, module)
+            return RULES[base.__name__](name, module, parent)
     return Activations()
-
-
-def parameter_spec(name: str, parameter: Any, config: Any, vocabulary_size: int | None) -> str:
-    """The placement of a parameter, its gradient, master and optimizer state.
-
-    vocabulary_size: tokens that are real, without the padding that makes them divisible.
-    """
-    is_expert = not getattr(parameter, "allreduce", True)
-    mesh = " @expert" if is_expert else ""
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return f"*{mesh}"
-    axis = "etp" if is_expert else "tp"
-    dims = list("oixyz")[: parameter.dim()]
-    split = parameter.partition_dim
-    stride = getattr(parameter, "partition_stride", 1)
-    if "linear_fc1" in name and getattr(config, "gated_linear_unit", False):
-        dims[split] = f"(2 f[{axis}])"  # gate and up are each split
-    elif "linear_qkv" in name:
-        dims[split] = f"(g[{axis}] qkv d)"  # by groups of queries with their key and value
-    elif stride > 1:
-        dims[split] = f"({stride} {dims[split]}[{axis}])"
-    else:
-        dims[split] = f"{dims[split]}[{axis}]"
-    if vocabulary_size is not None and split == 0 and is_vocabulary(name):
-        dims[0] = f"v[{axis}]~{vocabulary_size}"
-    return " ".join(dims) + mesh
-
-
-def is_vocabulary(name: str) -> bool:
-    """Whether a parameter has a row for each token."""
-    return name.startswith("output_layer.") or ".word_embeddings." in f".{name}"

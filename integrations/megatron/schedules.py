@@ -33,13 +33,21 @@ class ScheduleProbe:
     """Watches the steps that schedules are made of."""
 
     def __init__(
-        self, guard: Guard, schedules: ModuleType, on_final_gradients: Callable[[], None]
+        self,
+        guard: Guard,
+        schedules: ModuleType,
+        on_final_gradients: Callable[[], None],
+        on_batch_size: Callable[[int], None],
     ) -> None:
-        """on_final_gradients: called after each `finalize_model_grads_func`, in its phase."""
+        """on_final_gradients: called after each `finalize_model_grads_func`, in its phase.
+
+        on_batch_size: told the samples of a micro-batch before each schedule.
+        """
         self.recorder = guard.recorder
         self._guard = guard
         self._schedules = schedules
         self._on_final_gradients = on_final_gradients
+        self._on_batch_size = on_batch_size
         self._signature = inspect.signature(schedules.forward_step)
         self._microbatches = WeakTensorKeyDictionary()  # output of a forward step -> its number
         self._trained = -1  # the step in which a schedule has begun to train
@@ -63,12 +71,14 @@ class ScheduleProbe:
 
     def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._undo:
-            self._begin(bool(kwargs.get("forward_only")))
+            self._begin(bool(kwargs.get("forward_only")), kwargs.get("micro_batch_size"))
         return original(*args, **kwargs)
 
     @shielded
-    def _begin(self, forward_only: bool) -> None:
+    def _begin(self, forward_only: bool, batch_size: int | None) -> None:
         """Record the state that is found, before a stage receives what others computed."""
+        if batch_size is not None:
+            self._on_batch_size(batch_size)
         self._guard.begin_step_if_needed()
         position = self._guard.position
         position.phase = "eval" if forward_only else "forward"

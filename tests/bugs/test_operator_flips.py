@@ -24,10 +24,10 @@ def clean(tmp_path_factory):
     return record(tmp_path_factory.mktemp("clean") / "clean", level="op", **SMALL)
 
 
-def results_of(run: Path, step: int) -> list[tuple[str, dict[str, Any]]]:
-    """(operator, its place) for each operator call of a step that has a result, in order."""
+def results_of(run: Path, step: int) -> list[tuple[str, dict[str, Any], tuple[int, ...]]]:
+    """(operator, its place, shape) for each operator call of a step with a result, in order."""
     batch = open_trace(run).read(0, step)
-    calls: list[tuple[str, dict[str, Any]]] = []
+    calls: list[tuple[str, dict[str, Any], tuple[int, ...]]] = []
     last = None
     for row in range(len(batch)):
         key = batch.key_of(row)
@@ -37,7 +37,7 @@ def results_of(run: Path, step: int) -> list[tuple[str, dict[str, Any]]]:
         if call != last:
             place = {"step": step, "boundary": key.boundary, "phase": key.phase,
                      "operator": key.operator, "call": int(batch.call[row])}  # fmt: skip
-            calls.append((key.operator, place))
+            calls.append((key.operator, place, key.shape))
         last = call
     return calls
 
@@ -47,9 +47,11 @@ def blamed(clean: Path, output: Path, seed: int, how: str) -> tuple[Any, Any]:
     draw = random.Random(f"{how} {seed}")
     calls = results_of(clean, STEP)
     chosen = draw.randrange(len(calls))
-    operator, place = calls[chosen]
+    while how == "sign" and not calls[chosen][2]:  # AdamW stops at a negative number of steps
+        chosen = draw.randrange(len(calls))
+    operator, place, _ = calls[chosen]
     earlier = [*results_of(clean, 0), *calls[:chosen]]
-    nth = sum(name == operator for name, _ in earlier)
+    nth = sum(name == operator for name, *_ in earlier)
 
     faulty = record(
         output, level="op", mode=partial(FlippedCall, operator, nth, draw, how), **SMALL

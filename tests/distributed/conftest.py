@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ranks import Ranks
+from ranks import Pool, Ranks
 
 
 @pytest.fixture(scope="module")
@@ -11,3 +11,29 @@ def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def deepspeed_pool() -> Iterator[Pool]:
+    pool = Pool(2, timeout_s=240)  # the import of DeepSpeed alone may take long
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def deepspeed_ranks(deepspeed_pool: Pool) -> Ranks:
+    """Two ranks that import DeepSpeed once for all tests."""
+    return deepspeed_pool.get()
+
+
+@pytest.fixture(scope="session")
+def parallel_pool() -> Iterator[Pool]:
+    pool = Pool(2, timeout_s=240)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def parallel_ranks(parallel_pool: Pool) -> Ranks:
+    """Two ranks for trainings that leave groups and modes of DeepSpeed behind."""
+    return parallel_pool.get()

@@ -184,3 +184,44 @@ def gradient_that_overflows(engine: Any) -> None:
         return backward(loss * factor, *args, **kwargs)
 
     engine.backward = overflowing
+
+
+def weight_decay_is_ahead(engine: Any) -> None:
+    """An optimizer that steps once when it is made, to allocate its states, decays the masters."""
+    (group,) = engine.basic_optimizer.param_groups
+    for flat in group["params"]:
+        flat.data.mul_(1.0 - group["lr"] * group["weight_decay"])
+
+
+def random_state_of_another_generator(engine: Any) -> None:
+    """A resume brings back the state of a generator that is not the one in use."""
+    _after_steps(engine, 1, lambda: torch.manual_seed(1234))
+
+
+def step_counter_of_one_weight_runs_ahead(engine: Any) -> None:
+    """One counter for several weights: bias correction is wrong for one that is seldom trained."""
+    step = engine.basic_optimizer.step
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        if engine.global_steps == 1:
+            engine.basic_optimizer.state[engine.module[3].weight]["step"] += 1
+        return step(*args, **kwargs)
+
+    engine.basic_optimizer.step = counting
+
+
+def step_is_skipped_without_an_overflow(engine: Any) -> None:
+    """The second step is taken for one that overflowed: no weight changes."""
+    optimizer = engine.optimizer
+    check = optimizer.check_overflow
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        check(*args, **kwargs)
+        optimizer.overflow = optimizer.overflow or engine.global_steps == 1
+
+    optimizer.check_overflow = checked
+
+
+def loss_is_not_scaled(engine: Any) -> None:
+    """fp16: backward starts from the loss as it is, and the step divides by the scale."""
+    engine.optimizer.scale_if_loss = lambda loss: loss

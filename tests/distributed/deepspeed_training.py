@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+
+import upguard_plugin
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}}
 
@@ -28,6 +31,7 @@ class Training:
     zero: dict[str, Any] = field(default_factory=dict)
     upguard: dict[str, Any] | None = None  # the block; None: not recorded
     model: Callable[[], nn.Module] | None = None
+    keep_gradients: bool = False  # of the last step, as DeepSpeed puts them together
     fault: Callable[[Any], None] | None = None  # called with the engine before the first step
 
 
@@ -70,6 +74,17 @@ def prepare() -> Any:
     return deepspeed
 
 
+def allow_fp16(allowed: bool) -> None:
+    """Have DeepSpeed's accelerator say that this CPU can do fp16, or what it says by itself."""
+    prepare()
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    vars(accelerator).pop("is_fp16_supported", None)
+    if allowed:
+        accelerator.is_fp16_supported = lambda: True
+
+
 def make_engine(training: Training) -> Any:
     """The engine, its model from seed 0."""
     deepspeed = prepare()
@@ -84,14 +99,27 @@ def make_engine(training: Training) -> Any:
     return engine
 
 
-def run_steps(engine: Any, training: Training) -> None:
-    """The steps; each rank has its own data."""
+def run_steps(engine: Any, training: Training) -> dict[str, torch.Tensor]:
+    """The steps; each rank has its own data. The last reduced gradients, where they are kept."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[training.dtype]
-    for _ in range(training.steps * training.accumulation):
+    kept: dict[str, torch.Tensor] = {}
+    number = training.steps * training.accumulation
+    for forward in range(number):
         x = torch.randn(2, 4, generator=generator).to(dtype)
         engine.backward(engine(x).square().mean())
+        if training.keep_gradients and forward == number - 1:
+            kept = whole_gradients(engine)
         engine.step()
+    return kept
+
+
+def whole_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """The reduced gradients as DeepSpeed itself puts them together, on every rank."""
+    from deepspeed.utils import safe_get_full_grad
+
+    named = engine.module.named_parameters()
+    return {name: safe_get_full_grad(p).detach().clone() for name, p in named if p.requires_grad}
 
 
 class Token(nn.Module):
@@ -158,6 +186,30 @@ def train_pipeline(training: Training) -> dict[str, Any]:
     return {"weights": left}
 
 
+def train_ddp(training: Training) -> None:
+    """The same training by hand: DDP, torch's AdamW, torch's clipping."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(tiny())
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=OPTIMIZER["params"]["lr"])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    guard = upguard_plugin.enable(model, optimizer, training.upguard, layout={"dp": 2})
+    for _ in range(training.steps):
+        for microbatch in range(training.accumulation):
+            if training.accumulation > 1:
+                guard.microbatch(microbatch)
+            is_last = microbatch == training.accumulation - 1
+            with nullcontext() if is_last else model.no_sync():
+                loss = model(torch.randn(2, 4, generator=generator)).square().mean()
+                guard.scalar("loss", loss.detach())
+                (loss / training.accumulation).backward()
+        nn.utils.clip_grad_norm_(weights, 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.step()
+    guard.close()
+
+
 def whole(parameter: torch.Tensor, key: str | None = None) -> torch.Tensor | None:
     """A master or state as DeepSpeed itself puts it together, on every rank."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -184,8 +236,8 @@ def train(training: Training) -> dict[str, Any]:
     try:
         if training.fault is not None:
             training.fault(engine)
-        run_steps(engine, training)
-        left = {"weights": weights(engine)} | states(engine, training)
+        kept = run_steps(engine, training)
+        left = {"weights": weights(engine), "gradients": kept} | states(engine, training)
     finally:
         getattr(engine, "undo", lambda: None)()
         engine.destroy()
@@ -207,3 +259,9 @@ def states(engine: Any, training: Training) -> dict[str, Any]:
 def block(folder: Path | str, **settings: Any) -> dict[str, Any]:
     """The config block that records into a folder."""
     return {"enabled": True, "output_dir": str(folder), **settings}
+
+
+def record_pipeline(ranks: Any, run: Path | None, fault: Any = None, program: str = "clean") -> Any:
+    """Train the pipeline of two micro-batches on these ranks, recorded where a folder is given."""
+    upguard = None if run is None else block(run, program=program)
+    return ranks.run(train_pipeline, Training(0, accumulation=2, upguard=upguard, fault=fault))

@@ -40,13 +40,13 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._usable = True
+        self.usable = True
         self.run(_is_ready)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What the function returned on each rank. Raises AssertionError where one failed."""
-        assert self._usable, "an earlier call failed: answers could be those of that call"
-        self._usable = False
+        assert self.usable, "an earlier call failed: answers could be those of that call"
+        self.usable = False
         for pipe in self._pipes:
             pipe.send((function, args))
         results: dict[int, Any] = {}
@@ -59,7 +59,7 @@ class Ranks:
                 done, results[rank] = pipe.recv()
                 # The others may wait for this one for ever.
                 assert done, f"rank {rank} failed:\n{results[rank]}"
-        self._usable = True
+        self.usable = True
         return [results[rank] for rank in range(len(self._pipes))]
 
     def close(self) -> None:
@@ -70,6 +70,26 @@ class Ranks:
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
+
+
+class Pool:
+    """Ranks for many tests: started when they are asked for, and anew after a call that failed."""
+
+    def __init__(self, num_ranks: int, timeout_s: int = TIMEOUT_S) -> None:
+        self._arguments = (num_ranks, timeout_s)
+        self._ranks: Ranks | None = None
+
+    def get(self) -> Ranks:
+        if self._ranks is not None and not self._ranks.usable:
+            self.close()
+        if self._ranks is None:
+            self._ranks = Ranks(*self._arguments)
+        return self._ranks
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = None
 
 
 def _is_ready() -> bool:

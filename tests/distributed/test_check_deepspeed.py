@@ -17,15 +17,15 @@ pytestmark = [
 ]
 
 
-def check(two_ranks, run, **training):
-    two_ranks.run(train, Training(upguard=block(run), **training))
+def check(deepspeed_ranks, run, **training):
+    deepspeed_ranks.run(train, Training(upguard=block(run), **training))
     return check_run(open_trace(run), Selection())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_nothing_is_broken_in_a_clean_run(two_ranks, tmp_path, stage, dtype):
-    report = check(two_ranks, tmp_path / "run", stage=stage, dtype=dtype, accumulation=2)
+def test_nothing_is_broken_in_a_clean_run(deepspeed_ranks, tmp_path, stage, dtype):
+    report = check(deepspeed_ranks, tmp_path / "run", stage=stage, dtype=dtype, accumulation=2)
 
     assert [one.explanation for one in report.broken] == []
     assert report.checked["collectives-match"] > 0

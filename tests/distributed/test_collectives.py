@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -261,23 +262,34 @@ def test_a_functional_message_arrives_as_it_was_sent(two_ranks: Ranks) -> None:
     assert first == second == []
 
 
+class Unequal:
+    """A pickle that no two processes have in common, as that of a tensor's storage is."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, (str(time.time_ns()),)
+
+
 def objects() -> tuple[list[Row], list[Any]]:
     rank = dist.get_rank()
     with record_collectives() as trace:
         everyone: list[Any] = [None, None]
-        dist.all_gather_object(everyone, {"rank": rank})
+        dist.all_gather_object(everyone, [rank, Unequal()])
         one = [{"from": rank}]
         dist.broadcast_object_list(one, src=1)
-    return trace.rows, [everyone, one]
+        dist.all_reduce(torch.ones(2))
+    return trace.rows, [[numbers[0] for numbers in everyone], one]
 
 
-def test_objects_travel_as_their_bytes(two_ranks: Ranks) -> None:
+def test_of_pickled_objects_the_call_is_recorded_and_not_the_bytes(two_ranks: Ranks) -> None:
     results = two_ranks.run(objects)
     for rows, got in results:
-        assert got == [[{"rank": 0}, {"rank": 1}], [{"from": 1}]]
-        assert {row.dtype for row in rows} == {"int64", "uint8"}
-    outputs = [[row.h for row in rows if row.role == "output"] for rows, _ in results]
-    assert outputs[0] == outputs[1]
+        assert got == [[0, 1], [{"from": 1}]]
+        of_objects, numbers = rows[:-2], [row.group_seq for row in rows]
+        assert {row.shape for row in of_objects} == {(0,)}
+        assert numbers == sorted(numbers) and numbers[-1] > numbers[0]
+        assert [row.shape for row in rows[-2:]] == [(2,), (2,)]
+    calls = [list(dict.fromkeys((row.boundary, row.group_seq) for row in r)) for r, _ in results]
+    assert calls[0] == calls[1] and len(calls[0]) == 5  # sizes and bytes of each, and the sum
 
 
 def barriers() -> list[Row]:

@@ -19,11 +19,11 @@ pytestmark = [
 @pytest.mark.parametrize(
     "stage", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
 )
-def test_recording_every_operator_keeps_the_bits_and_repeats(two_ranks, tmp_path, stage):
-    plain = two_ranks.run(train, Training(stage, "bf16", 2))
+def test_recording_every_operator_keeps_the_bits_and_repeats(deepspeed_ranks, tmp_path, stage):
+    plain = deepspeed_ranks.run(train, Training(stage, "bf16", 2))
     runs = [tmp_path / "baseline", tmp_path / "target"]
     ends = [
-        two_ranks.run(train, Training(stage, "bf16", 2, upguard=block(run) | {"level": "op"}))
+        deepspeed_ranks.run(train, Training(stage, "bf16", 2, upguard=block(run) | {"level": "op"}))
         for run in runs
     ]
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.cases.layouts import HIDDEN, VOCABULARY, exact_batches, run_microbatch
 
 import upguard_plugin
 from tests.cases.case import record
 from tests.cases.case_3 import First, Last, scatter_in_place
-from tests.cases.layouts import HIDDEN, VOCABULARY, exact_batches, run_microbatch
 
 
 def told(module: str, variant: str, folder: str, options: dict[str, Any]) -> None:

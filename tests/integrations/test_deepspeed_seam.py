@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -189,6 +190,19 @@ def test_a_deepspeed_that_is_too_old_stops_the_job(deepspeed, tmp_path):
     with pytest.raises(UsageError, match=r"cannot record DeepSpeed 0\.14\.5\+abc: UpGuard needs"):
         deepspeed.initialize(model=tiny(), config=block(tmp_path / "run"))
     deepspeed.initialize(model=tiny(), config={})  # not asked for: not our business
+
+
+def test_a_place_that_has_moved_is_noted_in_the_trace(deepspeed, tmp_path, monkeypatch):
+    engine_module = ModuleType("deepspeed.runtime.engine")
+    engine_module.DeepSpeedEngine = SimpleNamespace(_take_model_step=1, allreduce_bucket=1)
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", engine_module)
+    engine, *_ = deepspeed.initialize(model=tiny(), config=block(tmp_path / "run"))
+    train(engine, 1)
+    engine.destroy()
+    assert open_trace(tmp_path / "run").end(0).notes == (
+        "DeepSpeed 0.19.8 has no runtime.engine.clip_grad_norm_: "
+        "not recorded is the norm and the clipping of ZeRO 0",
+    )
 
 
 def test_an_engine_made_past_initialize_is_reported(deepspeed, tmp_path, capsys):

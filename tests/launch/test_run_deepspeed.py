@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +22,10 @@ pytestmark = [
     pytest.mark.deepspeed,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
 ]
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("integrations", "launch")  # folders that are installed inside the package
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1  # <linux/prctl.h>, <linux/capability.h>
 
 # `mode` is what happens in the second step of rank 1.
 TRAIN = """
@@ -167,28 +173,33 @@ def test_two_pipeline_stages_repeat_themselves_and_compute_what_they_did_without
     assert outputs == {0: both, 1: both}
 
 
-# pdsh -S -f FAN_OUT -w HOSTS COMMAND ...: runs the command on another host, to which nothing of
-# this environment gets by itself. %n is the host's number.
-PDSH = """#!/bin/sh
-shift 5
-exec env -i PATH="$PATH" HOME="$HOME" sh -c "$(echo "$*" | sed 's/%n/0/')"
-"""
+def without_override() -> None:
+    """What may write everywhere may not any more: for the user root, too, a mode is a mode."""
+    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE)
 
 
-def test_with_a_hostfile_the_variables_reach_other_hosts(monkeypatch):
-    Path("hosts").write_text("localhost slots=1\n")
-    bin_folder = Path("bin")
-    bin_folder.mkdir()
-    for name, code in (("pdsh", PDSH), ("ssh", "#!/bin/sh\nexit 0\n")):
-        (bin_folder / name).write_text(code)
-        (bin_folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{bin_folder.absolute()}:{os.environ['PATH']}")
-    names = ("PYTHON_UPGUARD", "PYTHON_UPGUARD_LEVEL", "PYTHON_UPGUARD_OUTPUT_DIR", "UPGUARD")
-    Path("look.py").write_text(f"import os\nprint([os.environ.get(n) for n in {names!r}])\n")
-    command = [*RUN[:4], "--level", "op", *RUN[4:], DEEPSPEED, "--hostfile", "hosts"]
-
-    done = call(*command, "--force_multi", "--master_addr", "127.0.0.1", "look.py")
+@pytest.mark.long
+def test_an_install_that_nobody_can_write_to_records_as_any_other(monkeypatch):
+    package = Path("site/upguard_plugin")
+    for source, target in (("upguard_plugin", package), *((n, package / n) for n in PARTS)):
+        shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    folders = [path for path in Path("site").rglob("*") if path.is_dir()]
+    monkeypatch.setenv("PYTHONPATH", str(Path("site").absolute()))
+    Path("ds.json").write_text(json.dumps(CONFIG | {"train_batch_size": 4}))
+    monkeypatch.setenv("HOME", str(Path.cwd()))  # kernels are cached there
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        # One worker: without their cache, kernels are compiled once more.
+        done = call(
+            *RUN, DEEPSPEED, "--num_gpus", "1", *TWO_WORKERS[3:], preexec_fn=without_override
+        )
+        written = list(Path("site").rglob("__pycache__"))
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
 
     assert done.returncode == 0, done.stderr
-    # UPGUARD itself is there too: the start-up file on PYTHONPATH gave the variables their names.
-    assert f"['1', 'op', '{Path.cwd() / 'run'}', '1']" in done.stdout
+    assert written == []
+    trace = open_trace(Path("run"))
+    assert len(trace.steps(0)) == 2 and trace.end(0).complete

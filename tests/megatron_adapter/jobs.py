@@ -33,24 +33,49 @@ class Job:
     experts: int = 0
     gated: bool = False
     query_groups: int = 4
-    recompute: bool = False
+    recompute: str = ""  # full (layer by layer), pairs (of layers), block, selective
+    latent: bool = False  # attention
+    qk_layernorm: bool = False
+    further_tokens: int = 0  # that are predicted
+    fused: bool = False  # gradients are added up in a kernel
+    deferred: bool = False  # the output layer's weight has its gradient after all micro-batches
     untied: bool = True
     evaluate: bool = False
     level: str | None = "module"  # None: without capture
     fault: str = ""
+    fault_step: int = FAULT_STEP
+    smoothing: bool = False  # of labels
+    watch: bool = True  # gathers activations
     explicit_groups: bool = False  # given to `attach`, not read from parallel_state
     program: str = ""
     clip: float = 1e6
     layers: int = 4
     num_steps: int = 2
     num_microbatches: int = 4
+    dropout: bool = True  # in bf16
+    seed: int = 0  # of weights and data
+    sketch: bool = False
+    save: str = ""  # folder of a checkpoint to write the first weights to
+    load: str = ""  # and to read them from
+    ramp: tuple[int, ...] = ()  # micro-batches of each step, where they change
+
+    @property
+    def layout(self) -> tuple[int, int, int, int, int]:
+        """By which groups are made."""
+        return self.tp, self.pp, self.vpp, self.ep, self.tp if self.etp is None else self.etp
+
+    def microbatches_of(self, step: int) -> int:
+        """How many micro-batches a step has."""
+        return self.ramp[step] if step < len(self.ramp) else self.num_microbatches
 
 
 def train(jobs: Sequence[Job], folder: Path, num_ranks: int = 2) -> dict[str, list[dict]]:
     """Run the jobs in turn on that many processes. By job: what each rank says of it."""
-    (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
+    in_turn = sorted(jobs, key=lambda job: job.layout)  # groups are made once for each
+    (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in in_turn]))
     inherited = {k: v for k, v in os.environ.items() if "UPGUARD" not in k}
-    env = inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])]  # may name another Megatron
+    env = inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     processes = []
     for rank in range(num_ranks):
         with (folder / f"rank-{rank}.log").open("wb") as log:

@@ -81,3 +81,42 @@ def states(run: Path, step: int, phase: str = "optimizer") -> dict[tuple[str, st
         elif key.phase == phase and key.role == "optimizer_state" and key.slot != "step":
             found[key.slot, key.boundary].append(event)
     return found
+
+
+ACTIVATIONS = ("input", "output", "grad_input", "grad_output")
+
+
+def activations(run: Path) -> dict[tuple, list[Seen]]:
+    """The tensors of modules and their gradients, by place: what all ranks hold of each."""
+    found = defaultdict(list)
+    for event in events(run):
+        key = event.key
+        is_operator = (key.operator or "").startswith("aten.")
+        if key.role in ACTIVATIONS and key.group is None and not is_operator:
+            place = (event.step, event.microbatch, event.call, key.boundary, key.phase)
+            found[(*place, key.role, key.slot)].append(event)
+    return found
+
+
+def adds_up(parts: list[Seen]) -> Fingerprint | None:
+    """The whole of parts and replicas; None where they are partial sums, or not placed.
+
+    Raises PlacementError if they do not make it up, ValueError if replicas differ.
+    """
+    placements = [part.key.placement for part in parts]
+    if any(placement is None or placement.partial for placement in placements):
+        return None
+    return whole(parts)
+
+
+def first_outputs(run: Path) -> dict[str, list]:
+    """Module -> [h, s, dtype, shape] of the whole that it gave first in step 1."""
+    found: dict[str, list] = {}
+    for place, parts in activations(run).items():
+        step, microbatch, _, boundary, phase, role, slot = place
+        merged = adds_up(parts)
+        is_output = (step, microbatch, phase, role) == (1, 0, "forward", "output")
+        if is_output and slot in ("0", "out.0") and merged is not None:
+            facts = [merged.h, merged.s, merged.dtype, list(merged.shape)]
+            found.setdefault(boundary, facts)
+    return found

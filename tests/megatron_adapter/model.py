@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +13,22 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from tests.megatron_adapter.jobs import Job
+from tests.megatron_adapter.settings import HALF, configure
+from tests.megatron_adapter.te_attention import TEDotProductAttention, TELinear
 
 SEQUENCE, BATCH, VOCABULARY = 16, 2, 64
+_layout_now: list[tuple] = []  # of the groups there are
 
 
 @dataclass
@@ -34,22 +43,20 @@ class Trainer:
 
 
 def build(job: Job) -> Trainer:
-    """A new model on this rank; groups of an earlier one are replaced."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        job.tp,
-        job.pp,
-        job.vpp if job.vpp > 1 else None,
-        expert_model_parallel_size=job.ep,
-        expert_tensor_parallel_size=job.etp,
-    )
+    """A new model on this rank; groups of an earlier one are replaced where they do not fit."""
+    _initialize_groups(job)
+    get_moe_layer_wise_logging_tracker().clear()  # it remembers how many layers there were
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
-    config = _config(job)
+    config = configure(job)
     gpts = [_gpt(job, config, chunk) for chunk in range(job.vpp)]
     for gpt in gpts:
-        _fill(job, gpt)
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.dtype)
+        _fill(gpt, job.untied, job.seed)
+        if job.smoothing:
+            gpt.compute_language_model_loss = partial(_smoothed_loss, gpt)
+        if job.deferred:
+            _defer_output_layer_only(gpt)
+    half = HALF.get(job.dtype)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=job.overlap,
@@ -83,6 +90,23 @@ def build(job: Job) -> Trainer:
     return Trainer(job, config, gpts, chunks, optimizer)
 
 
+def _initialize_groups(job: Job) -> None:
+    """Making some thirty groups takes longer than the training: they serve for jobs in turn."""
+    if _layout_now == [job.layout]:
+        parallel_state.destroy_global_memory_buffer()  # as empty as in a new process
+        parallel_state._set_global_memory_buffer()
+        return
+    parallel_state.destroy_model_parallel()
+    _layout_now[:] = [job.layout]
+    parallel_state.initialize_model_parallel(
+        job.tp,
+        job.pp,
+        job.vpp if job.vpp > 1 else None,
+        expert_model_parallel_size=job.ep,
+        expert_tensor_parallel_size=job.etp,
+    )
+
+
 def train_step(trainer: Trainer, step: int, forward_only: bool = False) -> Any:
     """One step of Megatron's schedule; the optimizer's answer."""
     job = trainer.job
@@ -95,7 +119,7 @@ def train_step(trainer: Trainer, step: int, forward_only: bool = False) -> Any:
         forward_step_func=_forward_step,
         data_iterator=batches if len(batches) > 1 else batches[0],
         model=trainer.chunks if len(trainer.chunks) > 1 else trainer.chunks[0],
-        num_microbatches=job.num_microbatches,
+        num_microbatches=job.microbatches_of(step),
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
         forward_only=forward_only,
@@ -103,61 +127,24 @@ def train_step(trainer: Trainer, step: int, forward_only: bool = False) -> Any:
     return None if forward_only else trainer.optimizer.step()
 
 
-def _config(job: Job) -> TransformerConfig:
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.dtype, torch.float32)
-    recompute: dict[str, Any] = {}
-    if job.recompute:
-        recompute = {
-            "recompute_granularity": "full", "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }  # fmt: skip
-    moe: dict[str, Any] = {}
-    if job.experts:
-        moe = {
-            "num_moe_experts": job.experts, "moe_router_topk": 2, "moe_ffn_hidden_size": 32,
-            "moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 1e-2,
-            "moe_router_load_balancing_type": "aux_loss", "add_bias_linear": False,
-        }  # fmt: skip
-    return TransformerConfig(
-        num_layers=job.layers,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=job.query_groups,
-        ffn_hidden_size=64,
-        gated_linear_unit=job.gated,
-        activation_func=torch.nn.functional.silu if job.gated else torch.nn.functional.gelu,
-        tensor_model_parallel_size=job.tp,
-        pipeline_model_parallel_size=job.pp,
-        virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
-        expert_model_parallel_size=job.ep,
-        expert_tensor_parallel_size=job.etp,
-        sequence_parallel=job.sequence_parallel,
-        hidden_dropout=0.1 if job.dtype == "bf16" else 0.0,
-        attention_dropout=0.1 if job.dtype == "bf16" else 0.0,
-        bf16=job.dtype == "bf16",
-        fp16=job.dtype == "fp16",
-        params_dtype=half,
-        pipeline_dtype=half,
-        deallocate_pipeline_outputs=job.pp > 1,  # as Megatron-LM has it
-        overlap_p2p_comm=job.vpp > 1,  # two stages that swap both ways need it
-        batch_p2p_comm=job.vpp == 1,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        **recompute,
-        **moe,
-    )
-
-
 def _gpt(job: Job, config: TransformerConfig, chunk: int) -> GPTModel:
     vp_stage = chunk if job.vpp > 1 else None
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    spec = get_gpt_layer_local_spec(num_experts=job.experts or None, moe_grouped_gemm=False)
+    spec = get_gpt_layer_local_spec(
+        num_experts=job.experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=job.qk_layernorm or job.latent,
+        multi_latent_attention=job.latent,
+    )
+    if job.latent:  # it asks for Transformer Engine's classes, and for heads of two sizes
+        multi_latent_attention.TELinear = TELinear
+        spec.submodules.self_attention.submodules.core_attention = TEDotProductAttention
+    further = None
+    if job.further_tokens:
+        further = get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=False, vp_stage=vp_stage
+        )
     return GPTModel(
         config,
         spec,
@@ -168,7 +155,17 @@ def _gpt(job: Job, config: TransformerConfig, chunk: int) -> GPTModel:
         share_embeddings_and_output_weights=not job.untied,
         position_embedding_type="rope",
         vp_stage=vp_stage,
+        mtp_block_spec=further,
     ).cuda()
+
+
+def _defer_output_layer_only(gpt: GPTModel) -> None:
+    """As Transformer Engine's layers do, which do not look at this setting; Megatron's own do."""
+    others = copy.copy(gpt.config)
+    others.defer_embedding_wgrad_compute = False
+    for module in gpt.decoder.modules():
+        if isinstance(module, tensor_parallel.ColumnParallelLinear):
+            module.config = others
 
 
 def whole_name(gpt: GPTModel, name: str) -> str:
@@ -186,9 +183,9 @@ def whole_name(gpt: GPTModel, name: str) -> str:
     return ".".join(parts)
 
 
-def is_gated(name: str, job: Job) -> bool:
+def is_gated(name: str, gated: bool) -> bool:
     """Whether a parameter holds two halves, each split over the ranks."""
-    return job.gated and ".linear_fc1." in name
+    return gated and ".linear_fc1." in name
 
 
 def cut(full: torch.Tensor, dim: int, size: int, index: int, halves: bool) -> torch.Tensor:
@@ -225,32 +222,42 @@ def split_dim(parameter: torch.nn.Parameter) -> int | None:
     return parameter.partition_dim if is_split else None
 
 
-def _fill(job: Job, gpt: GPTModel) -> None:
+def _fill(gpt: GPTModel, untied: bool, seed: int) -> None:
     for name, parameter in gpt.named_parameters():
         if "layernorm" in name:
             continue
-        dim = split_dim(parameter)
-        is_expert = ".local_experts." in name
-        size, index = tensor_place(is_expert)
-        shape = list(parameter.shape)
-        if dim is not None:
-            shape[dim] *= size
         key = whole_name(gpt, name)
-        if key == "output_layer.weight" and not job.untied:
+        if key == "output_layer.weight" and not untied:
             key = "embedding.word_embeddings.weight"
-        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big")
-        full = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
-        part = full if dim is None else cut(full, dim, size, index, is_gated(name, job))
-        with torch.no_grad():
-            parameter.copy_(part)
+        if seed:
+            key = f"{seed} {key}"
+        fill_one(parameter, key, halves=is_gated(name, gpt.config.gated_linear_unit))
+
+
+def fill_one(parameter: torch.nn.Parameter, key: str, halves: bool = False) -> None:
+    """This rank's part of the tensor that a name in the whole model always stands for."""
+    dim = split_dim(parameter)
+    size, index = tensor_place(".local_experts." in key)
+    shape = list(parameter.shape)
+    if dim is not None:
+        shape[dim] *= size
+    full = whole_of(key, shape)
+    with torch.no_grad():
+        parameter.copy_(full if dim is None else cut(full, dim, size, index, halves))
+
+
+def whole_of(key: str, shape: list[int]) -> torch.Tensor:
+    """The whole tensor that a name stands for."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
 
 
 def _batches(job: Job, step: int) -> Any:
     replicas = parallel_state.get_data_parallel_world_size()
     replica = parallel_state.get_data_parallel_rank()
-    for k in range(job.num_microbatches):
+    for k in range(job.microbatches_of(step)):
         seed = (step * job.num_microbatches + k) * replicas + replica
-        generator = torch.Generator().manual_seed(1000 + seed)
+        generator = torch.Generator().manual_seed(1000 * (1 + job.seed) + seed)
         yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
 
 
@@ -260,6 +267,17 @@ def _forward_step(batches: Any, model: torch.nn.Module) -> Any:
     position_ids = torch.arange(SEQUENCE).expand_as(tokens)
     causal = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
     return model(tokens, position_ids, causal, labels=labels), _mean_loss
+
+
+def _smoothed_loss(gpt: GPTModel, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """A tenth of each token's probability is spread over all tokens."""
+    whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
+    smooth = whole.log_softmax(-1)
+    if getattr(gpt, "smooths_over", "all") == "own":
+        size, index = tensor_place(False)
+        smooth = smooth.chunk(size, -1)[index]
+    losses = GPTModel.compute_language_model_loss(gpt, labels, logits)
+    return 0.9 * losses - 0.1 * smooth.mean(-1).transpose(0, 1)
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -10,8 +10,14 @@ from torch import nn
 
 from upguard_plugin.errors import UsageError
 from upguard_plugin.integrations.megatron.names import GlobalNames
-from upguard_plugin.integrations.megatron.rules import activations_of, parameter_spec
-from upguard_plugin.integrations.megatron.versions import PLACES, check_megatron, check_version
+from upguard_plugin.integrations.megatron.parameter_rules import parameter_spec
+from upguard_plugin.integrations.megatron.rules import activations_of
+from upguard_plugin.integrations.megatron.versions import (
+    PARAMETERS,
+    PLACES,
+    check_megatron,
+    check_version,
+)
 from upguard_plugin.placement import resolve_placement
 from upguard_plugin.records import Axis, Layout
 
@@ -47,7 +53,7 @@ GATED = SimpleNamespace(gated_linear_unit=True)
         ("l.mlp.linear_fc1.weight", _parameter([6, 4], 0), GATED, None, "(2 f[tp]) i", (12, 4)),
         ("l.mlp.linear_fc1.bias", _parameter([6], 0), GATED, None, "(2 f[tp])", (12,)),
         ("l.mlp.linear_fc2.weight", _parameter([4, 6], 1), CONFIG, None, "o i[tp]", (4, 12)),
-        ("l.mlp.linear_fc2.bias", _parameter([4]), CONFIG, None, "*", (4,)),
+        ("l.mlp.linear_fc2.bias", _parameter([4]), CONFIG, None, "o", (4,)),
         ("a.linear_qkv.weight", _parameter([6, 4], 0), CONFIG, None, "(g[tp] qkv d) i", (12, 4)),
         ("x.proj.weight", _parameter([6, 4], 0, 3), CONFIG, None, "(3 o[tp]) i", (12, 4)),
         ("output_layer.weight", _parameter([6, 4], 0), CONFIG, 11, "v[tp]~11 i", (11, 4)),
@@ -55,7 +61,7 @@ GATED = SimpleNamespace(gated_linear_unit=True)
             "m.experts.local_experts.3.linear_fc1.weight",
             _parameter([6, 4], 0, expert=True), CONFIG, None, "o[etp] i @expert", (6, 4),
         ),
-        ("m.router.weight", _parameter([4, 8]), CONFIG, None, "*", (4, 8)),
+        ("m.router.weight", _parameter([4, 8]), CONFIG, None, "o i", (4, 8)),
     ],
 )  # fmt: skip
 def test_a_parameter_is_placed_as_megatron_marks_it(
@@ -94,12 +100,24 @@ def test_keys_that_several_ranks_hold_copies_of_stay_unknown():
     assert set(activations_of("core_attention", module).inputs) == {"query"}
 
 
-def test_the_tokens_of_an_expert_stay_unknown():
-    expert = TEColumnParallelLinear()
+@pytest.mark.parametrize(
+    ("parent", "spec"),
+    [(nn.Module(), "{C} {B} n[tp] d"), (SimpleNamespace(linear_kv_down_proj=None), "{S} {B} h")],
+)
+def test_a_norm_of_queries_is_over_heads_but_in_latent_attention(parent, spec):
+    norm = nn.LayerNorm(2)
 
-    inputs = activations_of("decoder.layers.0.mlp.experts.linear_fc1", expert).inputs
+    assert activations_of("self_attention.q_layernorm", norm, parent).outputs == (spec,)
 
-    assert inputs == {}
+
+def test_layers_between_pipeline_stages_are_placed_at_the_ends_of_the_model_only():
+    class TransformerBlock(nn.Module):
+        pre_process, post_process = True, False
+
+    block = activations_of("decoder", TransformerBlock())
+
+    assert "hidden_states" in block.inputs
+    assert block.outputs == ()
 
 
 @pytest.mark.parametrize(("index", "held"), [(0, {0, 3}), (1, {1, 2})])
@@ -165,8 +183,14 @@ def test_experts_of_one_module_get_their_numbers_in_the_whole_model():
 def test_an_old_megatron_is_refused_in_one_sentence():
     with pytest.raises(UsageError, match=r"cannot record megatron-core 0\.13\.1: UpGuard needs"):
         check_version("0.13.1")
-    check_version("0.14.0")
-    check_version("1.0")
+    assert check_version("0.14.0") == check_version("0.16.1") == ""
+
+
+def test_a_megatron_that_nobody_tried_is_recorded_and_said_so():
+    said = "is newer than 0.16.1, the newest that was tried"
+
+    assert check_version("0.17.0rc0") == f"megatron-core 0.17.0rc0 {said}"
+    assert check_version("1.0") == f"megatron-core 1.0 {said}"
 
 
 @pytest.mark.megatron
@@ -177,9 +201,24 @@ def test_every_place_that_the_adapter_relies_on_is_there():
 
 
 @pytest.mark.megatron
-def test_a_place_that_has_moved_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("table", "module", "entry", "said"),
+    [
+        (PLACES, "megatron.core.timers", ("Timers", "Clock"), "megatron.core.timers has no Clock"),
+        (
+            PARAMETERS,
+            "megatron.core.pipeline_parallel.schedules",
+            {"backward_step": ("output_tensor", "microbatch")},
+            "schedules.backward_step takes no microbatch",
+        ),
+    ],
+)
+def test_a_place_that_has_moved_is_named(monkeypatch, table, module, entry, said):
     pytest.importorskip("megatron.core")
-    monkeypatch.setitem(PLACES, "megatron.core.timers", ("Timers", "Clock"))
+    monkeypatch.setitem(table, module, entry)
 
-    with pytest.raises(UsageError, match=r"megatron\.core\.timers has no Clock"):
+    with pytest.raises(UsageError) as raised:
         check_megatron()
+
+    assert raised.value.sentence.startswith("cannot record Megatron 0.")
+    assert said in raised.value.sentence

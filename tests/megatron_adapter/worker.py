@@ -10,42 +10,57 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from tests.megatron_adapter.jobs import FAULT_STEP, Job
+from tests.megatron_adapter.jobs import Job
 from upguard_plugin.launch.cpu_emulation import emulate_cuda
 
 
 def run_job(job: Job, folder: Path) -> dict[str, Any]:
     """Train as the job says; every rank calls it."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from tests.megatron_adapter.faults import FAULTS
+    from tests.megatron_adapter.checkpoints import load_weights, save_weights
     from tests.megatron_adapter.gathered import gather
+    from tests.megatron_adapter.gathered_activations import Watch
     from tests.megatron_adapter.model import build, train_step
+    from tests.megatron_adapter.seams import moved_seams
     from upguard_plugin.integrations.megatron import attach
 
     trainer = build(job)
+    if job.save:
+        save_weights(trainer, Path(job.save))
+    if job.load:
+        load_weights(trainer, Path(job.load))
     guard = None
+    said: dict[str, Any] = {"steps": [], "moved": moved_seams(trainer)}
     if job.level is not None:
-        settings = {"output_dir": str(folder / "runs" / job.name), "level": job.level}
+        settings: dict[str, Any] = {
+            "output_dir": str(folder / "runs" / job.name),
+            "level": job.level,
+        }
         settings["program"] = job.program or job.fault or "plain"
+        settings["sketch"] = job.sketch
         groups = None
         if job.explicit_groups:
+            from megatron.core.process_groups_config import ProcessGroupCollection  # not in 0.14
+
             groups = ProcessGroupCollection.use_mpu_process_groups()
         guard = attach(trainer.chunks, trainer.optimizer, settings, pg_collection=groups)
-    said: dict[str, Any] = {"steps": []}
     for step in range(job.num_steps):
-        undo = FAULTS[job.fault](trainer) if job.fault and step == FAULT_STEP else None
+        undo = _plant(job, trainer) if job.fault and step == job.fault_step else None
         if job.evaluate:
             evaluate(trainer, step)
+        watch = Watch(trainer) if job.watch and step == job.num_steps - 1 else None
         success, norm, _ = train_step(trainer, step)
         said["steps"].append([bool(success), norm])
         if undo is not None:
             undo()
         if guard is not None:
             guard.step()
+        if watch is not None:
+            said["activations"] = watch.gather()
     if job.overlap and job.distributed:
         for chunk in trainer.chunks:
             chunk.start_param_sync(force_sync=True)
@@ -63,6 +78,13 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
             )
     said["weights"] = digest.hexdigest()
     return said
+
+
+def _plant(job: Job, trainer: Any) -> Callable[[], None]:
+    from tests.megatron_adapter import faults, faults_in_movement
+    from tests.megatron_adapter.layout_faults import LAYOUT_FAULTS
+
+    return (faults.FAULTS | faults_in_movement.FAULTS | LAYOUT_FAULTS)[job.fault](trainer)
 
 
 def left_behind(trainer: Any) -> list[str]:
@@ -109,9 +131,22 @@ def evaluate(trainer: Any, step: int) -> None:
         chunk.train()
 
 
+def add_fused_kernel() -> None:
+    """In the place of Apex's CUDA extension, before Megatron looks for it."""
+    import torch
+
+    def accumulate(taken: torch.Tensor, grad_given: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.add_((grad_given.t() @ taken).to(main_grad.dtype))
+
+    kernel = ModuleType("fused_weight_gradient_mlp_cuda")
+    vars(kernel).update(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
+    sys.modules[kernel.__name__] = kernel
+
+
 def main(rank: int, num_ranks: int, folder: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     warnings.simplefilter("ignore")
+    add_fused_kernel()
     with emulate_cuda():
         import torch
 

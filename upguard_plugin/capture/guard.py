@@ -38,6 +38,7 @@ from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
 from upguard_plugin.fingerprint.dtensors import placement_of
+from upguard_plugin.fingerprint.parts import is_composite
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.fingerprint.sketch import DEFAULT_SIZE
 from upguard_plugin.invariants.online import OnlineCheck
@@ -168,9 +169,12 @@ class Guard:
     ) -> Placement | None:
         """Which part of a logical tensor this is; None where nothing is known.
 
-        A DTensor says it itself; for all others the rules do.
+        A DTensor says it itself; for all others the rules do. What is made of data and scales has
+        none: no placement describes both.
         """
         own = placement_of(tensor)
+        if own is None and is_composite(tensor):
+            return None
         return self.placements.of(boundary, role, slot, tensor.shape) if own is None else own
 
     @shielded
@@ -260,9 +264,10 @@ class Guard:
         elif placement is None:
             placement = self.placement(boundary, role, slot, tensor)
         call = self.position.next_call(f"{boundary}:{role}:{slot}")
+        is_number = role == "scalar" and tensor.is_cpu and tensor.numel() == 1
         self.recorder.record(
             boundary, tensor, role=role, slot=slot, phase=phase, operator=operator,
-            placement=placement, call=call,
+            placement=placement, call=call, value=_number_in(tensor) if is_number else None,
         )  # fmt: skip
 
     def close(self) -> None:

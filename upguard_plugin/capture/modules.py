@@ -78,7 +78,7 @@ class ModuleProbe:
         compiled = module._compiled_call_impl
         if compiled is not None:
             # Compiled in place: hooks of its own would be compiled with it, so we stand outside.
-            module._compiled_call_impl = _between(module, before, compiled, after)
+            module._compiled_call_impl = between(module, before, compiled, after)
             self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
             return
         handles = (
@@ -230,9 +230,11 @@ class ModuleProbe:
             )  # fmt: skip
 
 
-def _between(
+def between(
     module: nn.Module, before: Callable, compiled: Callable, after: Callable
 ) -> Callable[..., Any]:
+    """What runs a module's forward in a way that passes by its hooks, with two of ours around."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         output = None
         before(module, args, kwargs)

@@ -60,6 +60,9 @@ def out_of_sight(recorder: Recorder) -> bool:
         recorder.note("module calls inside torch.jit.trace were not recorded")
     elif torch._C._get_dispatch_mode(_FAKE) is not None:
         recorder.note("module calls with fake tensors were not recorded")
+    elif torch.cuda.default_generators and torch.cuda.is_current_stream_capturing():
+        # What we put on the stream would be in the graph, and run with each replay.
+        recorder.note("module calls were not recorded while a CUDA graph was captured")
     else:
         return False
     return True

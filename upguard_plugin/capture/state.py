@@ -23,6 +23,7 @@ from upguard_plugin.capture.optimizers import OptimizerProbe
 from upguard_plugin.capture.rng import Source, read_generators
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
+from upguard_plugin.fingerprint.parts import is_composite
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.guard import Guard
@@ -124,6 +125,8 @@ class StateProbe:
             self.record_generators(now)
 
     def _parts_at_rest(self, parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
+        if self.at_rest is not _whole:  # no slice can be taken of data and scales
+            parameters = [(name, p) for name, p in parameters if not is_composite(p)]
         parts = ((name, self.at_rest(name, parameter)) for name, parameter in parameters)
         return [(name, part) for name, part in parts if part is not None]
 

@@ -20,12 +20,13 @@ from upguard_plugin.compare.facts import (
     pairing_of,
     sightings_of,
 )
+from upguard_plugin.compare.layouts.logical import LogicalRun
 from upguard_plugin.compare.obstacles import missing_steps
 from upguard_plugin.compare.pieces import Piece, Progress, scan_pieces, shares_of
 from upguard_plugin.compare.ranks import Origin
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request
-from upguard_plugin.compare.steps import RankSteps, steps_behind
+from upguard_plugin.compare.steps import Judge, RankSteps, as_it_is, steps_behind
 from upguard_plugin.compare.team import Team
 from upguard_plugin.verdict import Divergence, EventRef
 
@@ -33,7 +34,15 @@ from upguard_plugin.verdict import Divergence, EventRef
 class Crew:
     """One process of the team, with the pieces that it compares."""
 
-    def __init__(self, baseline: Run, target: Run, ranks: Sequence[int], team: Team) -> None:
+    def __init__(
+        self,
+        baseline: Run,
+        target: Run,
+        ranks: Sequence[int],
+        team: Team,
+        judge: Judge = as_it_is,
+    ) -> None:
+        self._judge = judge
         self._runs = (baseline, target)
         self._ranks = ranks
         self._team = team
@@ -47,7 +56,7 @@ class Crew:
 
         def open_pieces() -> list[None]:
             for share in shares_of(self._ranks, team.index, team.size):
-                steps = RankSteps(*self._runs, share.rank, lag)
+                steps = RankSteps(*self._runs, share.rank, lag, judge=self._judge)
                 self._pieces[share.rank] = Piece.of(share, steps, noise, request)
             return []
 
@@ -133,7 +142,10 @@ class Crew:
     ) -> Divergence:
         seen = origin.seen
         steps = self._pieces[seen.rank].scan.steps
-        world_size = self._runs[0].manifest.world_size
+        world_size = max(run.manifest.world_size for run in self._runs)
+        across_layouts = isinstance(self._runs[0], LogicalRun)
         pairing = pairing_of(steps, seen.step)
-        scene = Scene(steps, seen.step, pairing, seen.finding, world_size, one_program)
+        scene = Scene(
+            steps, seen.step, pairing, seen.finding, world_size, one_program, across_layouts
+        )
         return divergence(origin, scene, decide(scene))

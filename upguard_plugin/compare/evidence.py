@@ -31,6 +31,7 @@ class Scene:
     finding: Finding
     world_size: int
     same_program: bool
+    across_layouts: bool = False  # events are those of logical tensors
 
     @property
     def key(self) -> EventKey:
@@ -57,7 +58,10 @@ def pairs_of(
 
 
 def inputs_equal_of(scene: Scene) -> bool | None:
-    """Whether what the origin was computed from is equal; None where it was not recorded."""
+    """Whether what the origin was computed from is equal.
+
+    None where it was not recorded, or differs by rounding.
+    """
     key, pairing, row = scene.key, scene.pairing, scene.finding.baseline_row
     if row is None:
         return None
@@ -79,7 +83,9 @@ def inputs_equal_of(scene: Scene) -> bool | None:
         inputs = pairs_of(pairing, key.boundary, earlier, None)
     else:
         return None
-    return None if not len(inputs) else not bool(pairing.differs[inputs].any())
+    if not len(inputs) or pairing.rounds[inputs].any():
+        return None
+    return not bool(pairing.differs[inputs].any())
 
 
 def overwritten_producer(scene: Scene) -> int | None:

@@ -25,6 +25,7 @@ COUNTS = (
     "unmatched_baseline",
     "unmatched_target",
     "not_comparable",
+    "tainted",
     "filtered",
     "noise",
     "common_boundaries",

@@ -17,6 +17,7 @@ from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.steps import RankSteps
 
 NEVER_FIRED = "never fired: "  # how a rank's note of a probe that saw no tensor begins
+OTHER_PLACEMENTS = "the runs give these tensors other placements"
 _MAX_LISTED = 8
 
 
@@ -43,17 +44,21 @@ def layouts_differ(baseline: Run, target: Run) -> bool:
 
 
 def obstacles(
-    baseline: Run, target: Run, selection: Selection, facts: Sequence[RankFacts]
+    baseline: Run,
+    target: Run,
+    selection: Selection,
+    facts: Sequence[RankFacts],
+    unjudged: str = OTHER_PLACEMENTS,
 ) -> list[str]:
-    """Why equal events do not prove equal runs; empty if nothing stands in the way."""
+    """Why equal events do not prove equal runs; empty if nothing stands in the way.
+
+    unjudged: why some unequal events say nothing.
+    """
     reasons = _missing_ranks(baseline, target, selection)
     reasons += [reason for found in facts for reason in found.reasons]
     total = totals(facts)
     if total["not_comparable"]:
-        reasons.append(
-            f"{_count(total['not_comparable'], 'event')} not comparable: "
-            "the runs give these tensors other placements"
-        )
+        reasons.append(f"{_count(total['not_comparable'], 'event')} not comparable: {unjudged}")
     if total["noise"] and not total["compared"]:
         reasons.append("nothing was compared: all that both runs have is noise")
     elif facts and not total["compared"]:

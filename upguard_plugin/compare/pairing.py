@@ -68,6 +68,7 @@ class Pairing:
     value_differs: Bools  # other fingerprints of tensors of one dtype and shape
     form_differs: Bools  # other dtype or shape
     comparable: Bools  # False: hashed at other offsets, so other fingerprints say nothing
+    rounding: Bools | None = None  # across layouts: values that differ by rounding, set apart
 
     @property
     def differs(self) -> Bools:
@@ -83,8 +84,14 @@ class Pairing:
             and np.array_equal(
                 self.baseline.columns.identity[key_b], self.target.columns.identity[key_t]
             )
-            and not bool((self.value_differs | self.form_differs).any())
+            and not bool((self.value_differs | self.form_differs | self.rounds).any())
         )
+
+    @property
+    def rounds(self) -> Bools:
+        """Which pairs are unequal by rounding; they are not among those that differ."""
+        none = np.zeros(len(self.baseline_rows), dtype=np.bool_)
+        return none if self.rounding is None else self.rounding
 
     def baseline_key(self, pair: int) -> EventKey:
         return self.baseline.batch.key_of(int(self.baseline_rows[pair]))

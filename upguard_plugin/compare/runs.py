@@ -14,11 +14,15 @@ from dataclasses import dataclass, replace
 
 from upguard_plugin.compare.causes import cause_of, structure_of
 from upguard_plugin.compare.crew import Crew
+from upguard_plugin.compare.describe import event_ref
 from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.layouts.logical import LogicalPair
+from upguard_plugin.compare.layouts.taint import NO_SKETCHES
+from upguard_plugin.compare.layouts.units import cut_otherwise
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
+    OTHER_PLACEMENTS,
     differences_of_runs,
     is_same_program,
     layouts_differ,
@@ -32,11 +36,20 @@ from upguard_plugin.compare.ranks import Ask, Origin, origins_of, structures_of
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request, Settings
 from upguard_plugin.compare.selection import Selection
+from upguard_plugin.compare.steps import as_it_is
 from upguard_plugin.compare.survey import surveyed
 from upguard_plugin.compare.team import Alone, Team
 from upguard_plugin.errors import UsageError
 from upguard_plugin.records import Layout
-from upguard_plugin.verdict import Certified, Coverage, Divergence, RunSide, Verdict, Word
+from upguard_plugin.verdict import (
+    Certified,
+    Coverage,
+    Divergence,
+    RunSide,
+    Tainted,
+    Verdict,
+    Word,
+)
 
 Progress = Callable[[float, int], None]
 
@@ -49,12 +62,10 @@ class _Question:
 
     selection: Selection
     same_program: bool
+    exact: bool
     verify: bool
     noise: tuple[Run, ...]
     progress: Progress
-
-
-RanksOf = Callable[[int, int, int], tuple[int, ...]]  # side, step, row -> ranks
 
 
 def compare_runs(
@@ -63,6 +74,7 @@ def compare_runs(
     selection: Selection | None = None,
     *,
     same_program: bool = False,
+    exact: bool = False,
     verify: bool = False,
     noise: Sequence[Run] = (),
     team: Team | None = None,
@@ -72,6 +84,7 @@ def compare_runs(
 
     noise: repeats of the baseline; what differs between it and one of them is left out.
     same_program: take both for runs of the same program, whatever their digests say.
+    exact: sums have no rounding in either run, so that no difference across layouts is rounding.
     verify: decode and check every step, also where digests agree.
     team: the processes that do it together; each of them calls this with the same arguments.
     progress: called after each step with how many ranks are done, in fractions, and of how many.
@@ -80,14 +93,15 @@ def compare_runs(
     """
     team = team or Alone()
     baseline, target, *repeats = (_surveyed(run, team) for run in (baseline, target, *noise))
-    question = _Question(selection or Selection(), same_program, verify, tuple(repeats), progress)
+    selection = selection or Selection()
+    question = _Question(selection, same_program, exact, verify, tuple(repeats), progress)
     refused = refusal(baseline, target)
     if refused:
         skipped = Crew(baseline, target, [], team).num_events_of_others(baseline)
         coverage = _coverage(baseline, target, (), skipped)
         return _verdict(baseline, target, "incomparable", [refused], _NOTHING, coverage)
     refuse_other_runs(baseline, repeats)
-    if not layouts_differ(baseline, target):
+    if not layouts_differ(baseline, target) and not cut_otherwise(baseline, target):
         return _compare(baseline, target, question, team)
 
     def compare_alone() -> list[Verdict]:
@@ -108,8 +122,8 @@ def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict
             "--noise cannot be used across layouts: a repeat says nothing of the target's layout"
         )
     pair = LogicalPair(baseline, target)
-    verdict = _compare(*pair.views(), question, Alone(), pair.ranks_of)
-    lost = pair.left_out
+    verdict = _compare(*pair.views(), question, Alone(), pair)
+    lost, taint = pair.left_out, pair.taint
     count = verdict.coverage.not_comparable + lost.counts.total()
     return verdict.model_copy(
         update={
@@ -121,24 +135,41 @@ def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict
                     "ranks": max(len(baseline.ranks), len(target.ranks)),
                 }
             ),
-            "notes": [*verdict.notes, *lost.notes()],
+            "tainted": _tainted(pair, verdict.coverage.tainted),
+            "notes": [*verdict.notes, *taint.notes(), *lost.notes()],
         }
     )
 
 
+def _tainted(pair: LogicalPair, num_events: int) -> Tainted | None:
+    """The region in which sums were taken in another order, if there is one."""
+    origin, farthest = pair.taint.origin, pair.taint.farthest
+    if origin is None:
+        return None
+    batch = pair.read(0, origin.step)
+    found = {
+        "from": event_ref(batch, origin.row, origin.event.ranks[0]),
+        "boundaries": num_events,
+        "largest_in_eps": farthest[0].in_eps if farthest else 0.0,
+    }
+    return Tainted.model_validate(found)  # "from" is no name for an argument
+
+
 def _compare(
-    baseline: Run, target: Run, question: _Question, team: Team, ranks_of: RanksOf | None = None
+    baseline: Run, target: Run, question: _Question, team: Team, pair: LogicalPair | None = None
 ) -> Verdict:
-    """ranks_of: the ranks behind a row of the baseline (side 0) or target (side 1) in a step."""
+    """pair: across layouts, what the two runs are views of."""
     selection = question.selection
     ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
     request = Request(selection, Settings.of(baseline, target), question.verify)
-    crew = Crew(baseline, target, ranks, team)
+    judge = as_it_is if pair is None or question.exact else pair.taint.judged
+    crew = Crew(baseline, target, ranks, team, judge)
     facts = crew.scan(request, question.noise, question.progress)
     one_program = question.same_program or is_same_program(baseline, target)
     notes = differences_of_runs(baseline, target) + rank_notes(facts)
     notes += left_out_notes(facts, selection)
-    reasons = obstacles(baseline, target, selection, facts)
+    unjudged = OTHER_PLACEMENTS if pair is None else NO_SKETCHES
+    reasons = obstacles(baseline, target, selection, facts, unjudged)
     origins, decide = origins_of(facts, Ask(crew.messages, crew.sightings)), cause_of
     if not origins.minimal and totals(facts)["common_boundaries"]:
         origins, decide = structures_of(facts), structure_of
@@ -149,8 +180,8 @@ def _compare(
         return _verdict(baseline, target, word, reasons + notes, certified, coverage)
     if origins.num_more:
         notes.append(f"{origins.num_more} more boundaries differ first, beside those listed")
-    if ranks_of is not None:
-        origins = replace(origins, minimal=_on_ranks(origins.minimal, ranks_of), per_rank=())
+    if pair is not None:
+        origins = replace(origins, minimal=_on_ranks(origins.minimal, pair), per_rank=())
     minimal, per_rank = (
         crew.described(listed, decide, one_program)
         for listed in (origins.minimal, origins.per_rank)
@@ -160,7 +191,7 @@ def _compare(
     return _verdict(baseline, target, "divergent", notes, certified, coverage, minimal, per_rank)
 
 
-def _on_ranks(origins: Sequence[Origin], ranks_of: RanksOf) -> tuple[Origin, ...]:
+def _on_ranks(origins: Sequence[Origin], pair: LogicalPair) -> tuple[Origin, ...]:
     """The origins with the ranks that hold their tensors: the target's, where it has them."""
     renamed = []
     for origin in origins:
@@ -169,7 +200,7 @@ def _on_ranks(origins: Sequence[Origin], ranks_of: RanksOf) -> tuple[Origin, ...
         if row is None:
             side, step, row = 0, seen.step, seen.finding.baseline_row
         assert row is not None
-        renamed.append(replace(origin, ranks=ranks_of(side, step, row)))
+        renamed.append(replace(origin, ranks=pair.events(side, step)[row].ranks))
     return tuple(renamed)
 
 
@@ -224,6 +255,7 @@ def _coverage(baseline: Run, target: Run, facts: Sequence[RankFacts], num_skippe
         unmatched_baseline=total["unmatched_baseline"],
         unmatched_target=total["unmatched_target"],
         not_comparable=total["not_comparable"],
+        tainted=total["tainted"],
         filtered=total["filtered"] + num_skipped,
         noise=total["noise"],
         never_fired=sum(

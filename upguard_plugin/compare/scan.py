@@ -83,6 +83,7 @@ class RankScan:
     unmatched_baseline: int = 0
     unmatched_target: int = 0
     not_comparable: int = 0
+    tainted: int = 0  # unequal by rounding, across layouts
     filtered: int = 0
     noise: int = 0
     ignored: dict[int, int] = field(default_factory=dict)  # place of an ignore rule -> events
@@ -218,11 +219,14 @@ def _count_pairs(
     key = pairing.baseline.key[pairing.baseline_rows]
     named = ~np.isin(pairing.baseline.columns.role[key], _SAID_BY_ANY_RUN)
     scan.common_boundaries += int(named.sum())
-    equal = np.flatnonzero(chosen & pairing.comparable & ~pairing.differs)
+    equal = np.flatnonzero(chosen & pairing.comparable & ~pairing.differs & ~pairing.rounds)
+    rounded = np.flatnonzero(chosen & pairing.rounds)
     if divergent:
         places = pair_places(pairing)
+        rounded = rounded[places[rounded] < divergent[0].place]
         equal = equal[places[equal] < divergent[0].place]
         equal = equal[np.argsort(places[equal], kind="stable")]
     scan.certified += len(equal)
+    scan.tainted += len(rounded)
     if len(equal):
         scan.last_equal = (step, int(pairing.baseline_rows[equal[-1]]))

@@ -11,7 +11,7 @@ with.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -25,6 +25,12 @@ _SEARCHED_STEPS = 200  # for the one where the other run resumed; each is decode
 
 Weights = Mapping[str, tuple[int, int]]  # fingerprints
 Entries = Mapping[int, StepEntry]
+Judge = Callable[[int, int, Pairing], Pairing]  # step, its number in the target, its pairs
+
+
+def as_it_is(step: int, target_step: int, pairing: Pairing) -> Pairing:
+    """Unequal is unequal: between equal layouts nothing differs by rounding."""
+    return pairing
 
 
 class RankSteps:
@@ -37,8 +43,13 @@ class RankSteps:
         rank: int,
         lag: int = 0,
         space: KeySpace | None = None,
+        judge: Judge = as_it_is,
     ) -> None:
-        """lag: how many steps the target's numbers lag behind, where there are no iterations."""
+        """lag: how many steps the target's numbers lag behind, where there are no iterations.
+
+        judge: tells what differs by rounding, across layouts.
+        """
+        self._judge = judge
         self.rank = rank
         self.runs = (baseline, target)
         self.space = space or KeySpace()
@@ -71,7 +82,8 @@ class RankSteps:
         if step not in self._kept:
             baseline = self.runs[0].read(self.rank, step, verify=verify)
             target = self.runs[1].read(self.rank, self.partner[step], verify=verify)
-            self._kept[step] = pair_step(baseline, target, self.space)
+            pairing = pair_step(baseline, target, self.space)
+            self._kept[step] = self._judge(step, self.partner[step], pairing)
             if len(self._kept) > _KEPT_STEPS:
                 self._kept.popitem(last=False)
         return self._kept[step]

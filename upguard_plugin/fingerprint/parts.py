@@ -22,6 +22,14 @@ from upguard_plugin.fingerprint.keys import PART_BYTES
 from upguard_plugin.records import Placement
 
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+data_ptr = torch._C.TensorBase.data_ptr  # of torch.Tensor it may be watched by a probe
+
+# Of Transformer Engine's float8 tensors, by attribute: what is kept of a tensor, with its scales.
+# Transposed copies are made of the data when they are wanted.
+_SCALED = (
+    ("_data", "_scale_inv"),
+    ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +82,27 @@ def _open_subclass(tensor: Tensor, placement: Placement | None) -> tuple[Part, .
         return dense_parts(local, placement or placement_of(tensor))
     if isinstance(tensor, AsyncCollectiveTensor):
         return dense_parts(tensor.wait(), placement)
-    flatten = getattr(type(tensor), "__tensor_flatten__", None)
-    if flatten is None:
+    names = _names_of_parts(tensor)
+    if not names:
         return None
     if placement is not None:
         raise _unsupported(tensor, "it is made of parts, and a placement describes one tensor")
-    names, _ = flatten(tensor)
-    return _number([Part(getattr(tensor, name)) for name in sorted(names)])
+    return _number([Part(getattr(tensor, name)) for name in names])
+
+
+def is_composite(tensor: Tensor) -> bool:
+    """Whether a tensor is made of several, which no one placement describes."""
+    return type(tensor) not in PLAIN_TYPES and bool(_names_of_parts(tensor))
+
+
+def _names_of_parts(tensor: Tensor) -> list[str]:
+    """Attributes that hold the parts of a wrapper subclass; none if it is a tensor itself."""
+    for names in _SCALED:
+        found = [name for name in names if isinstance(getattr(tensor, name, None), Tensor)]
+        if len(found) > 1:
+            return found
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)
+    return sorted(flatten(tensor)[0]) if flatten is not None else []
 
 
 def _sparse_parts(tensor: Tensor) -> list[Part]:

@@ -191,8 +191,9 @@ def _take_tile(dims: list[Dim], itemsize: int) -> tuple[int, Tile | None]:
     """Take the loops of a tile out of `dims`: the length of a run and the tile, if there is one."""
     along = next((dim for dim in dims if dim.memory == 1), None)
     across = next((dim for dim in dims if dim.logical == 1 and dim.memory > 0), None)
-    fits = along is not None and across is not None and itemsize in TILE_ITEMSIZES
-    if not fits or along.size * itemsize < SHORT_RUN_BYTES or along.logical <= 0:
+    if along is None or across is None or itemsize not in TILE_ITEMSIZES:
+        return 1, None
+    if along.size * itemsize < SHORT_RUN_BYTES or along.logical <= 0:
         return 1, None
     dims.remove(along)
     dims.remove(across)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from upguard_plugin.verdict import Divergence, EventRef, TensorSide, Verdict
+from upguard_plugin.verdict import Divergence, EventRef, Tainted, TensorSide, Verdict
 
 MAX_NOTES = 12  # further ones are counted; --verbose prints them all
 MAX_CONCURRENT = 5
@@ -37,7 +37,10 @@ def headline(verdict: Verdict) -> str:
     if found is not None:
         return f"DIVERGENT at {_when(found)}"
     if verdict.verdict == "identical":
-        return f"IDENTICAL: {verdict.certified.events} events are equal, bit by bit"
+        equal = f"{verdict.certified.events} events are equal, bit by bit"
+        if verdict.tainted is None:
+            return f"IDENTICAL: {equal}"
+        return f"IDENTICAL but for rounding: {equal}; {verdict.tainted.boundaries} are not"
     return f"INCOMPARABLE: {verdict.notes[0] if verdict.notes else 'nothing was compared'}"
 
 
@@ -63,7 +66,8 @@ def _divergence_rows(found: Divergence, verdict: Verdict) -> list[tuple[str, str
         ("kind", f"{found.kind}: {found.explanation}"),
     ]
     if found.inputs_equal is not None or found.phase not in ("start", "data"):
-        rows.append(("inputs", _INPUTS[found.inputs_equal]))
+        rounded = found.inputs_equal is None and verdict.tainted is not None
+        rows.append(("inputs", _ROUNDED if rounded else _INPUTS[found.inputs_equal]))
     if found.group is not None:
         members = ", ".join(map(str, found.group.ranks))
         seq = "" if found.group.seq is None else f", collective {found.group.seq} of it"
@@ -83,6 +87,7 @@ _INPUTS = {
     False: "not equal, but outside of what was compared",
     None: "not recorded as such; every recorded event before it is equal",
 }
+_ROUNDED = "every recorded event before it is equal, or other by rounding only"
 
 
 def _tensor(found: Divergence) -> str:
@@ -152,6 +157,8 @@ def _ending_rows(verdict: Verdict, verbose: bool) -> list[tuple[str, str]]:
         rows.append(("", f"and {len(verdict.concurrent) - len(others)} more (--verbose)"))
     if verdict.certified.last is not None and verdict.verdict != "identical":
         rows.append(("certified", _certified(verdict)))
+    if verdict.tainted is not None:
+        rows.append(("tainted", _tainted(verdict.tainted)))
     rows.append(("coverage", _coverage(verdict)))
     notes = verdict.notes[1:] if verdict.verdict == "incomparable" else verdict.notes
     shown = notes if verbose else notes[:MAX_NOTES]
@@ -159,6 +166,13 @@ def _ending_rows(verdict: Verdict, verbose: bool) -> list[tuple[str, str]]:
     if len(shown) < len(notes):
         rows.append(("note", f"and {len(notes) - len(shown)} more (--verbose)"))
     return rows
+
+
+def _tainted(tainted: Tainted) -> str:
+    return (
+        f"from {_event(tainted.origin)} on {tainted.boundaries} events differ by rounding, "
+        f"by at most {tainted.largest_in_eps:.3g} epsilons"
+    )
 
 
 def _certified(verdict: Verdict) -> str:
@@ -181,6 +195,7 @@ def _coverage(verdict: Verdict) -> str:
             f"{coverage.unmatched_target} in the target)"
         )
     for number, what in (
+        (coverage.tainted, "unequal by rounding"),
         (coverage.not_comparable, "not comparable"),
         (coverage.filtered, "filtered out"),
         (coverage.noise, "noise"),

@@ -26,6 +26,8 @@ _TORCH_FOLDER = Path(torch.__file__).parent
 _TORCH = f"{_TORCH_FOLDER}{os.sep}"
 _OURS = f"{Path(upguard_plugin.__file__).parent}{os.sep}"
 _AUTOGRAD = str(_TORCH_FOLDER / "autograd" / "graph.py")
+_C10D = str(_TORCH_FOLDER / "distributed" / "distributed_c10d.py")
+_OF_OBJECTS = ("_object", "_object_list")  # how torch's functions that pickle end
 _DDP = str(_TORCH_FOLDER / "nn" / "parallel" / "distributed.py")
 _OPERATORS = str(_TORCH_FOLDER / "_ops.py")
 _NOT_THE_USERS = (_TORCH, "<", *WRAPPERS)
@@ -51,6 +53,7 @@ class Caller:
     functional: bool  # by a functional collective: torch waits for its result, not for its Work
     in_backward: bool  # while autograd runs
     in_gradient_code: bool  # by a framework's own code for gradients
+    of_objects: bool  # what travels are pickled Python objects
     factor: float | None = None  # of a reduce op "premul_sum"
 
 
@@ -64,12 +67,15 @@ def find_caller(*, with_factor: bool = False) -> Caller:
     in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
     in_gradient_code = False
     below_autograd = False
+    of_objects = False
     factor: float | None = None
     for _ in range(_MAX_DEPTH):
         if frame is None:
             break
         path = frame.f_code.co_filename
         in_gradient_code = in_gradient_code or (not below_autograd and _is_gradient_code(path))
+        if path == _C10D and frame.f_code.co_name.endswith(_OF_OBJECTS):
+            of_objects = True
         if with_factor and factor is None:
             factor = getattr(frame.f_locals.get("op"), "factor", None)
         if source is None and not path.startswith(_NOT_THE_USERS):
@@ -84,6 +90,7 @@ def find_caller(*, with_factor: bool = False) -> Caller:
         functional=innermost == _OPERATORS,
         in_backward=in_backward,
         in_gradient_code=in_gradient_code,
+        of_objects=of_objects,
         factor=factor,
     )
 

@@ -174,6 +174,9 @@ class CollectiveProbe:
                 "source": caller.source,
             },
         )
+        if caller.of_objects:
+            self._record_call_of_objects(launch)
+            return None
         with torch.no_grad():
             for buffer in what.inputs:
                 self.recorder.record(
@@ -181,6 +184,18 @@ class CollectiveProbe:
                     moment="launch", placement=self._placement_of(buffer), **launch.fields,
                 )  # fmt: skip
         return launch
+
+    def _record_call_of_objects(self, launch: _Launch) -> None:
+        """That it was called, with nothing inside: equal objects need not have equal pickles."""
+        for role, moment, buffers in (
+            ("input", "launch", launch.plan.inputs),
+            ("output", "completion", launch.plan.outputs),
+        ):
+            for buffer in buffers:
+                self.recorder.record(
+                    launch.boundary, buffer.tensor.new_empty(0), role=role, slot=buffer.slot,
+                    moment=moment, **launch.fields,
+                )  # fmt: skip
 
     @shielded
     def _after(self, launch: _Launch, group: ProcessGroup, result: Any) -> None:

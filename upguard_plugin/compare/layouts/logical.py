@@ -8,30 +8,28 @@ Out: two `LogicalRun`s, which compare reads like any run: rank 0 holds the event
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from upguard_plugin.compare.layouts.alike import not_alike
 from upguard_plugin.compare.layouts.merge import (
     LogicalEvent,
-    LogicalStep,
     Name,
     dp_index,
     merge_step,
 )
+from upguard_plugin.compare.layouts.parts import Floats
+from upguard_plugin.compare.layouts.taint import Taint
 from upguard_plugin.compare.layouts.units import Units
 from upguard_plugin.compare.run import Manifest, Run
 from upguard_plugin.records import EventKey, Layout
-from upguard_plugin.trace.batch import NONE, EventBatch, RankEnd, StepEntry
+from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
 
 LOGICAL_RANK = 0
 _MAX_NAMED = 5  # boundaries without a placement that a note names
-
-_OTHER_SHARES = "gradients are added up over other micro-batches on each rank"
-
-_OTHER_GROUPS = "the runs put the same samples into other micro-batches"
 
 
 @dataclass(slots=True)
@@ -63,27 +61,31 @@ class LogicalPair:
 
     def __init__(self, baseline: Run, target: Run) -> None:
         self.left_out = LeftOut()
+        self.taint = Taint(self.events)
         self._runs = (baseline, target)
         self._layouts = tuple({r: run.layout(r) for r in run.ranks} for run in self._runs)
         self._keys: tuple[dict[EventKey, int], ...] = ({}, {})
         self._tables: tuple[list[EventKey], ...] = ([], [])
         self._kept: dict[int, tuple[EventBatch, EventBatch]] = {}
-        self._ranks: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        self._events: dict[int, tuple[list[LogicalEvent], list[LogicalEvent]]] = {}
+        self._counted: set[int] = set()
 
     def views(self) -> tuple[LogicalRun, LogicalRun]:
         """The baseline and the target as runs of one rank."""
         return LogicalRun(self, 0, self._runs[0]), LogicalRun(self, 1, self._runs[1])
 
-    def read(self, side: int, step: int, verify: bool) -> EventBatch:
+    def read(self, side: int, step: int, verify: bool = False) -> EventBatch:
         if step not in self._kept:
             if len(self._kept) > 2:
-                self._kept.pop(next(iter(self._kept)))
+                oldest = next(iter(self._kept))
+                del self._kept[oldest], self._events[oldest]
             self._kept[step] = self._merge(step, verify)
         return self._kept[step][side]
 
-    def ranks_of(self, side: int, step: int, row: int) -> tuple[int, ...]:
-        """The ranks that hold a part or a replica of a logical event."""
-        return self._ranks[side, step][row]
+    def events(self, side: int, step: int) -> list[LogicalEvent]:
+        """The events of a step, row by row."""
+        self.read(side, step)
+        return self._events[step][side]
 
     def _merge(self, step: int, verify: bool) -> tuple[EventBatch, EventBatch]:
         batches = [
@@ -92,26 +94,25 @@ class LogicalPair:
         indexes = [{r: dp_index(layout) for r, layout in side.items()} for side in self._layouts]
         units = Units(batches[0], batches[1], (indexes[0], indexes[1]))
         merged = [
-            merge_step(batches[0], self._layouts[0], units.baseline),
-            merge_step(batches[1], self._layouts[1], units.target),
+            merge_step(batches[side], self._layouts[side], places, units.joined, units.in_line)
+            for side, places in enumerate((units.baseline, units.target))
         ]
         lost = dict(merged[0].left_out) | dict(merged[1].left_out)
-        names = [name for side in merged for name in side.events]
-        if units.baseline != units.target:
-            lost |= {name: _OTHER_SHARES for name in names if _adds_up(name)}
-        if units.same_samples:  # else a batch that has no partner is the divergence
-            common = units.common | {NONE}
-            lost |= {name: _OTHER_GROUPS for name in names if name[1] not in common}
-        if (0, step) not in self._ranks:  # else the step is merged once more: it is counted
+        lost |= not_alike(merged[0].events, merged[1].events, units)
+        if step not in self._counted:  # else the step is merged once more
             self.left_out.add(lost)
-        return self._batch(0, step, merged[0], lost), self._batch(1, step, merged[1], lost)
+            self._counted.add(step)
+        kept = tuple(
+            sorted(
+                (event for name, event in side.events.items() if name not in lost),
+                key=lambda event: event.order,
+            )
+            for side in merged
+        )
+        self._events[step] = (kept[0], kept[1])
+        return self._batch(0, step, kept[0]), self._batch(1, step, kept[1])
 
-    def _batch(
-        self, side: int, step: int, merged: LogicalStep, lost: Mapping[Name, str]
-    ) -> EventBatch:
-        events = [event for name, event in merged.events.items() if name not in lost]
-        events.sort(key=lambda event: event.order)
-        self._ranks[side, step] = [event.ranks for event in events]
+    def _batch(self, side: int, step: int, events: Sequence[LogicalEvent]) -> EventBatch:
         run = self._runs[side]
         entry = next(e for e in run.steps(run.ranks[0]) if e.step == step)
         return EventBatch(
@@ -123,11 +124,12 @@ class LogicalPair:
             seq=np.arange(len(events), dtype=np.int64),
             microbatch=np.array([event.microbatch for event in events], np.int32),
             call=np.array([event.call for event in events], np.int32),
-            h=np.array([event.h for event in events], np.uint64),
-            s=np.array([event.s for event in events], np.uint64),
+            h=np.array([event.whole.value[0] for event in events], np.uint64),
+            s=np.array([event.whole.value[1] for event in events], np.uint64),
             value=np.array(
                 [np.nan if event.number is None else event.number for event in events], np.float64
             ),
+            sketch=_sketches(events),
         )
 
     def _number(self, side: int, event: LogicalEvent) -> int:
@@ -181,6 +183,12 @@ class LogicalRun:
         return RankEnd(all(end.complete for end in ends), reason, tuple(notes))
 
 
-def _adds_up(name: Name) -> bool:
-    """Whether the event shows a sum over the micro-batches that a rank has seen so far."""
-    return name[0][0] == "accumulate"
+def _sketches(events: Sequence[LogicalEvent]) -> Floats | None:
+    """One row per event, NaN where none was taken; None without any."""
+    sizes = {len(event.whole.sketch) for event in events if event.whole.sketch is not None}
+    if len(sizes) != 1:
+        return None
+    missing = np.full(sizes.pop(), np.nan)
+    return np.array(
+        [missing if event.whole.sketch is None else event.whole.sketch for event in events]
+    )
