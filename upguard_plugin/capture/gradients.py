@@ -14,19 +14,17 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot, readable
 from upguard_plugin.records import Placement
 from upguard_plugin.trace.batch import NONE
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
 
 NamedParameter = tuple[str, Tensor]
 
@@ -34,7 +32,7 @@ NamedParameter = tuple[str, Tensor]
 class GradientProbe:
     """Watches the gradients of parameters."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Host) -> None:
         self.recorder = guard.recorder
         self._guard = guard
         # At level stage gradients are seen in the collectives that sum them, and nowhere else.
