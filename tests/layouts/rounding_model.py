@@ -19,12 +19,12 @@ import upguard_plugin
 
 HIDDEN, SAMPLES, NUM_STEPS = 16, 4, 2
 PLACEMENTS = {
+    "blocks.*.bias": "h",
     "blocks.*.up.weight": "o[tp] i",
     "blocks.*.down.weight": "o i[tp]",
     "blocks.*.up": {"input": "b h", "output": "b o[tp]"},
     "blocks.*.down": {"input": "b i[tp]", "output": "b o +tp"},
     "blocks.*": {"input": "b h", "output": "b h"},
-    "blocks.*.bias": "h",
     "head.weight": "o i",
     "head": {"input": "b h", "output": "b o"},
     "(root)": {"input": "b h", "output": "b o"},
@@ -40,6 +40,9 @@ class Job:
     sketch: bool = True
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    num_microbatches: int = 1
+    num_steps: int = NUM_STEPS
+    weights: int | None = None  # another seed for them
 
 
 class _Copy(torch.autograd.Function):
@@ -118,7 +121,8 @@ class Model(nn.Module):
 
 
 def train(job: Job, folder: Path, rank: int = 0, num_ranks: int = 1) -> Path:
-    model = Model(job.seed, rank, num_ranks).to(job.dtype)
+    weights = job.seed if job.weights is None else job.weights
+    model = Model(weights, rank, num_ranks).to(job.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     settings = {"output_dir": str(folder / job.name), "sketch": job.sketch, "program": job.name}
     draws = torch.Generator().manual_seed(100 + job.seed)
@@ -126,14 +130,16 @@ def train(job: Job, folder: Path, rank: int = 0, num_ranks: int = 1) -> Path:
         model, optimizer, settings, layout={"tp": num_ranks}, placements=PLACEMENTS
     )
     with enabled as guard:
-        for step in range(NUM_STEPS):
+        for step in range(job.num_steps):
             batch = torch.randn(SAMPLES, HIDDEN, generator=draws).to(job.dtype)
             place = model.blocks[0].up if job.fault == "last bit" else model.blocks[1]
             place.fault = job.fault if step == NUM_STEPS - 1 or job.fault == "last bit" else ""
             optimizer.zero_grad()
-            loss = model(batch).square().mean()
-            guard.scalar("loss", loss)
-            loss.backward()
+            for k, part in enumerate(batch.chunk(job.num_microbatches)):
+                guard.microbatch(k)
+                loss = model(part).square().mean() / job.num_microbatches
+                guard.scalar("loss", loss)
+                loss.backward()
             optimizer.step()
             guard.step()
     return folder / job.name

@@ -18,6 +18,7 @@ OTHERS = (
     Job("unsketched", sketch=False),
     *(Job(f"seed-{seed}", seed=seed) for seed in (1, 2)),
 )
+HALVED = Job("halved", num_microbatches=2)
 FAULTS = ("unreduced", "bias twice", "last bit", "nan")
 
 
@@ -27,7 +28,18 @@ def runs(tmp_path_factory):
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
     for job in (PLAIN, *OTHERS):
         train(job, one)
-    train_on_two([PLAIN, *OTHERS, *(replace(PLAIN, name=f, fault=f) for f in FAULTS)], two)
+    for job in (HALVED, replace(PLAIN, name="last bit", fault="last bit")):
+        train(job, one)
+    train_on_two(
+        [
+            PLAIN,
+            *OTHERS,
+            HALVED,
+            Job("longer", num_steps=3, weights=9),
+            *(replace(PLAIN, name=f, fault=f) for f in FAULTS),
+        ],
+        two,
+    )
     return one, two
 
 
@@ -70,6 +82,20 @@ def test_a_bit_that_differs_before_any_sum_is_no_rounding(runs):
     assert verdict["tainted"] is None
 
 
+def test_noise_is_left_out_before_rounding_is_told_from_faults(runs):
+    repeat = str(runs[0] / "last bit")
+    arguments = ["compare", str(runs[0] / "plain"), "--noise", repeat]
+
+    clean = CliRunner().invoke(upguard, [*arguments, str(runs[1] / "last bit")])
+    faulty = CliRunner().invoke(upguard, [*arguments, str(runs[1] / "unreduced")])
+
+    assert clean.exit_code == 0, clean.output
+    assert "noise: from step 0 on a repeat of the baseline differs in blocks.0.up output 0" in (
+        clean.output
+    )
+    assert faulty.output.startswith("DIVERGENT at step 1, ")
+
+
 def test_without_sketches_the_region_is_not_comparable(runs):
     folders = [str(folder / "unsketched") for folder in runs]
 
@@ -82,6 +108,32 @@ def test_without_sketches_the_region_is_not_comparable(runs):
         "events not comparable: they lie behind a sum that the layouts take in another order, and "
         "without sketches nothing tells rounding from a fault: record both runs with sketch: true"
     )
+
+
+def test_other_micro_batches_round_gradients_and_nothing_before(runs):
+    verdict = verdict_of(runs[0] / "plain", runs[0] / "halved")
+
+    assert verdict["verdict"] == "identical", verdict["first_divergence"]
+    first = verdict["tainted"]["from"]
+    assert (first["step"], first["role"]) == (0, "grad")
+    assert any("into other micro-batches" in note for note in verdict["notes"])
+
+
+def test_other_micro_batches_in_another_layout_are_identical_but_for_rounding(runs):
+    verdict = verdict_on(runs, "plain", "halved")
+
+    assert verdict["verdict"] == "identical", verdict["first_divergence"]
+    assert verdict["tainted"]["boundaries"] > 20
+
+
+def test_other_weights_are_no_rounding_and_no_later_step_is_taken_for_the_first(runs):
+    verdict = verdict_on(runs, "plain", "longer")
+
+    first = verdict["first_divergence"]
+    assert (first["step"], first["phase"], first["role"], first["kind"]) == (
+        0, "start", "param", "init",
+    )  # fmt: skip
+    assert verdict["tainted"] is None
 
 
 def test_the_report_says_where_the_region_begins_and_how_far_it_goes(runs):

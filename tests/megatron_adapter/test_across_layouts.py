@@ -25,15 +25,30 @@ ONE = {
 ONE |= {f"gated-{dtype}": replace(GATED, dtype=dtype) for dtype in ("fp32", "bf16")}
 ONE["deep-fp32"] = replace(PLAIN, layers=4)
 ONE["long-fp32"] = replace(PLAIN, num_microbatches=4)
+FOUR = replace(PLAIN, num_microbatches=4)
+ONE |= {
+    "sharded-fp32": FOUR,
+    "experts": replace(FOUR, experts=4),
+    "tied": replace(PLAIN, untied=False),
+    "fp16": replace(PLAIN, dtype="fp16"),
+    "recomputed": replace(PLAIN, recompute=True),
+    "clipped": replace(FOUR, clip=0.01),
+}
 LAYOUTS = {
+    "zero2": {"distributed": True},
+    "ep2": {"ep": 2},
     "tp2": {"tp": 2},
     "sp2": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
     "vpp2": {"pp": 2, "vpp": 2},
-    "dp2": {"num_microbatches": 2},
+    "tp2pp2": {"tp": 2, "pp": 2},
+    "dp2": {},  # as the two above: half of the micro-batches on each rank
 }
-SUMMED = [f"tp2-{name}" for name in ONE] + ["sp2-fp32-1", "sp2-bf16-1", "dp2-long-fp32"]
-STAGED = [f"pp2-{name}" for name in ONE] + ["vpp2-deep-fp32"]
+OFTEN = [name for name in ONE if name not in ("experts", "sharded-fp32")]
+SUMMED = [f"tp2-{name}" for name in OFTEN] + ["sp2-fp32-1", "sp2-bf16-1", "dp2-long-fp32"]
+SUMMED += ["zero2-sharded-fp32", "ep2-experts", "pp2-tied", "pp2-clipped"]
+SUMMED += ["tp2pp2-fp32-0", "tp2pp2-bf16-0"]
+STAGED = [f"pp2-{name}" for name in OFTEN if name not in ("tied", "clipped")] + ["vpp2-deep-fp32"]
 SHORT = ("tp2-fp32-0", "tp2-bf16-0", "pp2-fp32-0", "tp2-loaded", "pp2-loaded")
 
 # Fault -> where it must be found: boundary, phase, role, kind.
@@ -57,6 +72,8 @@ def job_of(name: str, folder) -> Job:
         return replace(ONE[f"gated-{rest}"], name=name, tp=2, fault=first)
     base = ONE.get(rest, GATED)
     load = str(folder / "checkpoint") if rest == "loaded" else ""
+    if first in ("dp2", "zero2", "ep2"):
+        base = replace(base, num_microbatches=base.num_microbatches // 2)
     return replace(base, name=name, load=load, **LAYOUTS[first])
 
 
@@ -70,9 +87,15 @@ def runs(request, tmp_path_factory):
     bases = {baseline_of(job.name) for job in others}
     loaded = replace(GATED, save=str(folder / "checkpoint"))
     jobs = [replace(ONE.get(base, loaded), name=base) for base in sorted(bases)]
-    for one_folder, listed, num_ranks in (("one", jobs, 1), ("two", others, 2)):
-        (folder / one_folder).mkdir()
-        train(listed, folder / one_folder, num_ranks)
+    parts = (
+        ("one", jobs, 1),
+        ("two", [job for job in others if num_ranks_of(job.name) == 2], 2),
+        ("four", [job for job in others if num_ranks_of(job.name) == 4], 4),
+    )
+    for part, listed, num_ranks in parts:
+        (folder / part).mkdir()
+        if listed:
+            train(listed, folder / part, num_ranks)
     return folder
 
 
@@ -81,8 +104,17 @@ def baseline_of(name: str) -> str:
     return f"gated-{rest}" if first in FAULTS else rest
 
 
+def num_ranks_of(name: str) -> int:
+    return 4 if name.startswith("tp2pp2") else 2
+
+
+def pair_of(runs, name: str):
+    part = "four" if num_ranks_of(name) == 4 else "two"
+    return runs / "one" / "runs" / baseline_of(name), runs / part / "runs" / name
+
+
 def verdict_on(runs, name: str):
-    return compare(runs / "one" / "runs" / baseline_of(name), runs / "two" / "runs" / name)
+    return compare(*pair_of(runs, name))
 
 
 @pytest.mark.parametrize("name", marked(SUMMED))
@@ -91,8 +123,12 @@ def test_sums_in_another_order_are_rounding(runs, name):
 
     assert verdict["verdict"] == "identical", verdict["first_divergence"]
     place = tuple(verdict["tainted"]["from"][key] for key in ("step", "boundary", "role"))
-    if name.startswith("dp2"):
+    if name.startswith(("dp2", "zero2", "ep2")):
         assert place[::2] == (0, "main_grad")  # summed over micro-batches in another order
+    elif name.startswith("pp2"):
+        assert place[1] == {"pp2-clipped": "grad_norm"}.get(
+            name, "embedding.word_embeddings.weight"
+        )
     else:  # all before it is equal: weights, data, embeddings, the first column-parallel layer
         assert place == (0, "decoder.layers.0.self_attention.linear_proj", "output")
     assert verdict["coverage"]["tainted"] == verdict["tainted"]["boundaries"] > 200
@@ -114,9 +150,11 @@ def test_stages_compute_what_one_rank_computes(runs, name):
     assert verdict["coverage"]["compared"] > 2000
 
 
-@pytest.mark.parametrize("name", marked(["tp2-loaded", "pp2-loaded", "dp2-loaded", "sp2-loaded"]))
+@pytest.mark.parametrize(
+    "name", marked([f"{layout}-loaded" for layout in LAYOUTS if layout not in ("vpp2", "ep2")])
+)
 def test_one_checkpoint_gives_every_layout_the_same_weights_and_data(runs, name):
-    folders = (runs / "one" / "runs" / "loaded", runs / "two" / "runs" / name)
+    folders = pair_of(runs, name)
     weights = [
         {n: whole(parts) for (kind, n), parts in states(folder, 0, "start").items()
          if kind == "param"}

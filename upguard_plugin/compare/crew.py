@@ -23,6 +23,7 @@ from upguard_plugin.compare.facts import (
 )
 from upguard_plugin.compare.keys import KeySpace
 from upguard_plugin.compare.layouts.logical import LogicalRun
+from upguard_plugin.compare.noise import Repeat
 from upguard_plugin.compare.obstacles import missing_steps
 from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.pieces import Piece, Progress, Share, Work, scan_pieces, shares_of
@@ -61,7 +62,9 @@ class Crew:
         )  # rank -> events in memory; used last: end
         self._num_kept = 0  # events of these
 
-    def scan(self, request: Request, noise: Sequence[Run], progress: Progress) -> list[RankFacts]:
+    def scan(
+        self, request: Request, noise: Sequence[Repeat], progress: Progress
+    ) -> list[RankFacts]:
         """Compare all ranks; one answer per rank."""
         team, lag = self._team, self._lag()
         told: list[RankFacts] = []

@@ -22,16 +22,17 @@ from upguard_plugin.compare.steps import RankSteps, steps_behind
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Repeat = tuple[Run, Run]  # the baseline and a repeat of it
 
 
 class RankNoise:
     """Noise of one rank, found as far as the comparison has come."""
 
-    def __init__(self, baseline: Run, repeats: Sequence[Run], rank: int, space: KeySpace) -> None:
+    def __init__(self, repeats: Sequence[Repeat], rank: int, space: KeySpace) -> None:
         """space: of the comparison that asks, so that identities mean the same."""
         self._repeats = [
             RankSteps(baseline, repeat, rank, steps_behind(baseline, repeat, rank), space)
-            for repeat in repeats
+            for baseline, repeat in repeats
             if rank in repeat.ranks
         ]
         self._unread = [self._unequal(steps) for steps in self._repeats]

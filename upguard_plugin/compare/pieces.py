@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from upguard_plugin.compare.noise import RankNoise
-from upguard_plugin.compare.run import Run
+from upguard_plugin.compare.noise import RankNoise, Repeat
 from upguard_plugin.compare.scan import RankScan, Request, scan_rank
 from upguard_plugin.compare.steps import RankSteps
 from upguard_plugin.compare.team import Team
@@ -65,12 +64,12 @@ class Piece:
     noise: RankNoise | None
 
     @classmethod
-    def of(cls, share: Share, steps: RankSteps, noise: Sequence[Run], request: Request) -> Piece:
+    def of(cls, share: Share, steps: RankSteps, noise: Sequence[Repeat], request: Request) -> Piece:
         part = share.part_of(len(steps.common))
         own, before = steps.common[part], steps.common[: part.start]
         is_first = not (len(own) and request.selection.has_steps(before).any())
         scan = RankScan(share.rank, steps, own, memory=Memory(is_first=is_first))
-        found = RankNoise(steps.runs[0], noise, share.rank, steps.space) if noise else None
+        found = RankNoise(noise, share.rank, steps.space) if noise else None
         return cls(share, scan, found)
 
     @property

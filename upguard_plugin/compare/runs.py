@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 
 from upguard_plugin.compare.causes import cause_of, structure_of
 from upguard_plugin.compare.crew import Crew
-from upguard_plugin.compare.describe import event_ref
 from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.handover import handed_over, handover_of
 from upguard_plugin.compare.layouts.logical import LogicalPair
+from upguard_plugin.compare.layouts.region import matched, tainted
 from upguard_plugin.compare.layouts.taint import NO_SKETCHES
 from upguard_plugin.compare.layouts.units import cut_otherwise
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
+from upguard_plugin.compare.noise import Repeat
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
     OTHER_PLACEMENTS,
@@ -48,7 +49,6 @@ from upguard_plugin.verdict import (
     Coverage,
     Divergence,
     RunSide,
-    Tainted,
     Verdict,
     Word,
 )
@@ -107,7 +107,8 @@ def compare_runs(
         order = _handover(baseline, target, question, team)
         if order:
             return _compare_states(baseline, target, question, team, order)
-        return _compare(baseline, target, question, team)
+        repeated = [(baseline, repeat) for repeat in question.noise]
+        return _compare(baseline, target, question, team, repeated)
 
     def compare_alone() -> list[Verdict]:
         # A logical tensor is made of the parts of all ranks: they are not divided.
@@ -155,12 +156,10 @@ def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict
         raise UsageError(
             "--ranks cannot be used across layouts: a logical tensor is made of all ranks' parts"
         )
-    if question.noise:
-        raise UsageError(
-            "--noise cannot be used across layouts: a repeat says nothing of the target's layout"
-        )
     pair = LogicalPair(baseline, target)
-    verdict = _compare(*pair.views(), question, Alone(), pair)
+    views = matched(pair)
+    repeats = [matched(LogicalPair(baseline, repeat)) for repeat in question.noise]
+    verdict = _compare(*views, question, Alone(), repeats, pair)
     lost, taint = pair.left_out, pair.taint
     count = verdict.coverage.not_comparable + lost.counts.total()
     return verdict.model_copy(
@@ -173,28 +172,19 @@ def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict
                     "ranks": max(len(baseline.ranks), len(target.ranks)),
                 }
             ),
-            "tainted": _tainted(pair, verdict.coverage.tainted),
+            "tainted": tainted(pair, verdict),
             "notes": [*verdict.notes, *taint.notes(), *lost.notes()],
         }
     )
 
 
-def _tainted(pair: LogicalPair, num_events: int) -> Tainted | None:
-    """The region in which sums were taken in another order, if there is one."""
-    origin, farthest = pair.taint.origin, pair.taint.farthest
-    if origin is None:
-        return None
-    batch = pair.read(0, origin.step)
-    found = {
-        "from": event_ref(batch, origin.row, origin.event.ranks[0]),
-        "boundaries": num_events,
-        "largest_in_eps": farthest[0].in_eps if farthest else 0.0,
-    }
-    return Tainted.model_validate(found)  # "from" is no name for an argument
-
-
 def _compare(
-    baseline: Run, target: Run, question: _Question, team: Team, pair: LogicalPair | None = None
+    baseline: Run,
+    target: Run,
+    question: _Question,
+    team: Team,
+    repeats: Sequence[Repeat] = (),
+    pair: LogicalPair | None = None,
 ) -> Verdict:
     """pair: across layouts, what the two runs are views of."""
     selection = question.selection
@@ -202,7 +192,7 @@ def _compare(
     request = Request(selection, Settings.of(baseline, target), question.verify)
     judge = as_it_is if pair is None or question.exact else pair.taint.judged
     crew = Crew(baseline, target, ranks, team, judge)
-    facts = crew.scan(request, question.noise, question.progress)
+    facts = crew.scan(request, repeats, question.progress)
     one_program = question.same_program or is_same_program(baseline, target)
     notes = differences_of_runs(baseline, target) + rank_notes(facts)
     notes += left_out_notes(facts, selection)

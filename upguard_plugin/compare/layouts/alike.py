@@ -6,29 +6,39 @@ Out: the names that are not compared, each with its reason.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from math import isclose
 
-from upguard_plugin.compare.layouts.merge import LogicalEvent, Name
+from upguard_plugin.compare.layouts.merge import LogicalEvent, Name, num_microbatches
 from upguard_plugin.compare.layouts.samples import OTHER_GROUPS, is_of_a_sample
 from upguard_plugin.compare.layouts.shares import ROUNDED, is_rounding
-from upguard_plugin.compare.layouts.units import Place, Units
-from upguard_plugin.trace.batch import NONE
+from upguard_plugin.compare.layouts.units import Units
 
 _OTHER_SHARES = "gradients are added up over other micro-batches on each rank"
 _OTHER_SCALE = "each run divides the loss of a micro-batch by its own number of micro-batches"
+_OTHER_COPIES = "the layouts keep other copies of weights and gradients"
+_OTHER_OPTIMIZERS = "the layouts divide the parameters into other optimizers"
 _OTHER_DIMS = "the layouts hold the dims in another order"
 
+_OF_OPTIMIZER = re.compile(r"optimizer\d*\.")
+
 Events = Mapping[Name, LogicalEvent]
+Reason = tuple[Name, str]
 
 
-def not_alike(baseline: Events, target: Events, units: Units) -> dict[Name, str]:
-    """Why events are not compared, by name."""
-    lost = dict.fromkeys(_transposed(baseline, target), _OTHER_DIMS)
+def not_alike(
+    baseline: Events, target: Events, left_out: Mapping[Name, str], units: Units
+) -> dict[Name, str]:
+    """Why events are not compared, by name. left_out: what could not be merged on a side."""
+    lost = dict(_one_sided(baseline, target, left_out)) | dict(
+        _one_sided(target, baseline, left_out)
+    )
+    lost |= dict.fromkeys(_transposed(baseline, target), _OTHER_DIMS)
     names = baseline.keys() | target.keys()
     if not units.same_order:
         lost |= {name: _OTHER_SHARES for name in names if name[0][0] == "accumulate"}
-    counts = (_num_each(units.baseline.number), _num_each(units.target.number))
+    counts = (num_microbatches(units.baseline), num_microbatches(units.target))
     if _is_scaled(baseline, target, *counts):
         lost |= {name: _OTHER_SCALE for name in names if name[0][0] in ("loss", "backward")}
     of_units = (n for n in names if n[1] in units.joined and not is_of_a_sample(*n[0][2:4]))
@@ -52,16 +62,34 @@ def _is_rounded(one: LogicalEvent, other: LogicalEvent) -> bool:
     return is_rounding(one.number, other.number, num_shares, one.key.dtype)
 
 
+def _one_sided(mine: Events, other: Events, left_out: Mapping[Name, str]) -> Iterator[Reason]:
+    """What one side has alone because of its layout; anything else alone is a finding."""
+    reasons = {name[0]: reason for name, reason in left_out.items()}
+    calls = {name[0][1]: reason for name, reason in left_out.items()}
+    gradients = {name[0][1] for name in other if _is_summed_gradient(name)}
+    for name in mine.keys() - other.keys():
+        _, boundary, role, slot, _ = name[0]
+        is_gradient = _is_summed_gradient(name) and boundary in gradients
+        if name[0] in reasons:
+            yield name, reasons[name[0]]  # of other micro-batches, where other ranks had it
+        elif mine[name].key.dtype == "none" and boundary in calls:
+            yield name, calls[boundary]
+        elif role == "master" or (role, slot) == ("param", "tied") or is_gradient:
+            yield name, _OTHER_COPIES
+        elif role == "scalar" and _OF_OPTIMIZER.match(boundary):
+            yield name, _OTHER_OPTIMIZERS
+
+
+def _is_summed_gradient(name: Name) -> bool:
+    """Whether it is a gradient of the whole step: `grad` or `main_grad`, as it is and as cut."""
+    return name[0][2] in ("grad", "main_grad") and name[0][0] in ("grad_sync", "clip")
+
+
 def _transposed(baseline: Events, target: Events) -> Iterator[Name]:
     for name in baseline.keys() & target.keys():
         dims = baseline[name].whole.dims, target[name].whole.dims
         if dims[0] != dims[1] and sorted(dims[0]) == sorted(dims[1]):
             yield name
-
-
-def _num_each(units: Mapping[Place, int]) -> int:
-    """How many micro-batches a rank has."""
-    return len({microbatch for _, microbatch in units if microbatch != NONE})
 
 
 def _is_scaled(baseline: Events, target: Events, num_baseline: int, num_target: int) -> bool:

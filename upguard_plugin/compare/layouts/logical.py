@@ -29,6 +29,7 @@ from upguard_plugin.records import EventKey, Layout
 from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
 
 LOGICAL_RANK = 0
+_Steps = tuple[int | None, int | None]  # of the baseline and the target; None: it has no such step
 _MAX_NAMED = 5  # boundaries without a placement that a note names
 
 
@@ -66,31 +67,44 @@ class LogicalPair:
         self._layouts = tuple({r: run.layout(r) for r in run.ranks} for run in self._runs)
         self._keys: tuple[dict[EventKey, int], ...] = ({}, {})
         self._tables: tuple[list[EventKey], ...] = ([], [])
-        self._kept: dict[int, tuple[EventBatch, EventBatch]] = {}
-        self._events: dict[int, tuple[list[LogicalEvent], list[LogicalEvent]]] = {}
-        self._counted: set[int] = set()
+        self._partners: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})
+        self._kept: dict[_Steps, tuple[EventBatch, EventBatch]] = {}
+        self._events: dict[_Steps, tuple[list[LogicalEvent], list[LogicalEvent]]] = {}
+        self._counted: set[_Steps] = set()
 
     def views(self) -> tuple[LogicalRun, LogicalRun]:
         """The baseline and the target as runs of one rank."""
         return LogicalRun(self, 0, self._runs[0]), LogicalRun(self, 1, self._runs[1])
 
+    def match(self, partner: Mapping[int, int]) -> None:
+        """Say which step of the target is which of the baseline; before, each stands alone."""
+        self._partners = (partner, {theirs: ours for ours, theirs in partner.items()})
+
     def read(self, side: int, step: int, verify: bool = False) -> EventBatch:
-        if step not in self._kept:
-            if len(self._kept) > 2:
-                oldest = next(iter(self._kept))
-                del self._kept[oldest], self._events[oldest]
-            self._kept[step] = self._merge(step, verify)
-        return self._kept[step][side]
+        return self._kept[self._merged(side, step, verify)][side]
 
     def events(self, side: int, step: int) -> list[LogicalEvent]:
         """The events of a step, row by row."""
-        self.read(side, step)
-        return self._events[step][side]
+        return self._events[self._merged(side, step)][side]
 
-    def _merge(self, step: int, verify: bool) -> tuple[EventBatch, EventBatch]:
-        batches = [
-            {rank: run.read(rank, step, verify=verify) for rank in run.ranks} for run in self._runs
+    def _merged(self, side: int, step: int, verify: bool = False) -> _Steps:
+        """See to it that a step and its partner are at hand."""
+        other = self._partners[side].get(step)
+        steps = (other, step) if side else (step, other)
+        if steps not in self._kept:
+            if len(self._kept) > 2:
+                oldest = next(iter(self._kept))
+                del self._kept[oldest], self._events[oldest]
+            self._kept[steps] = self._merge(steps, verify)
+        return steps
+
+    def _merge(self, steps: _Steps, verify: bool) -> tuple[EventBatch, EventBatch]:
+        batches: list[dict[int, EventBatch]] = [
+            {} if step is None else {r: run.read(r, step, verify=verify) for r in run.ranks}
+            for run, step in zip(self._runs, steps, strict=True)
         ]
+        if None in steps:  # it is only asked which weights it begins with
+            batches = [{r: _weights_at_start(b) for r, b in side.items()} for side in batches]
         indexes = [{r: dp_index(layout) for r, layout in side.items()} for side in self._layouts]
         units = Units(batches[0], batches[1], (indexes[0], indexes[1]))
         merged = [
@@ -98,10 +112,10 @@ class LogicalPair:
             for side, places in enumerate((units.baseline, units.target))
         ]
         lost = dict(merged[0].left_out) | dict(merged[1].left_out)
-        lost |= not_alike(merged[0].events, merged[1].events, units)
-        if step not in self._counted:  # else the step is merged once more
+        lost |= not_alike(merged[0].events, merged[1].events, lost, units)
+        if None not in steps and steps not in self._counted:  # else it is merged once more
             self.left_out.add(lost)
-            self._counted.add(step)
+            self._counted.add(steps)
         kept = tuple(
             sorted(
                 (event for name, event in side.events.items() if name not in lost),
@@ -109,16 +123,16 @@ class LogicalPair:
             )
             for side in merged
         )
-        self._events[step] = (kept[0], kept[1])
-        return self._batch(0, step, kept[0]), self._batch(1, step, kept[1])
+        self._events[steps] = (kept[0], kept[1])
+        return self._batch(0, steps[0], kept[0]), self._batch(1, steps[1], kept[1])
 
-    def _batch(self, side: int, step: int, events: Sequence[LogicalEvent]) -> EventBatch:
+    def _batch(self, side: int, step: int | None, events: Sequence[LogicalEvent]) -> EventBatch:
         run = self._runs[side]
-        entry = next(e for e in run.steps(run.ranks[0]) if e.step == step)
+        entry = next((e for e in run.steps(run.ranks[0]) if e.step == step), None)
         return EventBatch(
-            step=step,
-            iteration=entry.iteration,
-            mark=entry.mark,
+            step=-1 if step is None else step,
+            iteration=None if entry is None else entry.iteration,
+            mark=None if entry is None else entry.mark,
             keys=self._tables[side],
             key=np.array([self._number(side, event) for event in events], np.int32),
             seq=np.arange(len(events), dtype=np.int64),
@@ -184,6 +198,17 @@ class LogicalRun:
         reason = next((end.reason for end in ends if not end.complete), "")
         notes = dict.fromkeys(note for end in ends for note in end.notes)
         return RankEnd(all(end.complete for end in ends), reason, tuple(notes))
+
+
+def _weights_at_start(batch: EventBatch) -> EventBatch:
+    wanted = [
+        number
+        for number, key in enumerate(batch.keys)
+        if key.phase == "start" and key.role == "param"
+    ]
+    rows = np.flatnonzero(np.isin(batch.key, wanted))
+    columns = {name: getattr(batch, name)[rows] for name in ("key", "seq", "microbatch", "call")}
+    return EventBatch(step=batch.step, keys=batch.keys, h=batch.h[rows], s=batch.s[rows], **columns)
 
 
 def _sketches(events: Sequence[LogicalEvent]) -> Floats | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import isnan
 
 from upguard_plugin.compare.keys import is_collective, is_operator
@@ -98,13 +99,15 @@ def merge_step(
                 part = Part(rank, row, batch, key, place, sums.behind(row, key))
                 parts.setdefault(name, []).append(part)
     events = {}
+    num_each = num_microbatches(units)
+    summed = (num_each,) if num_each > 1 else ()
     for name, found in parts.items():
         try:
             if name[1] != NONE and not is_of_a_sample(*name[0][2:4]) and not summed_axes(found[0]):
                 check_is_whole(found, layouts, name[1] in joined, name[1] in in_line)
             if name[0][0] == "accumulate":
                 check_is_summed(found)
-            events[name] = _merged(name, found, layouts)
+            events[name] = _merged(name, found, layouts, summed)
         except PlacementError as error:
             left_out[name] = error.sentence
     return LogicalStep(events, left_out)
@@ -131,8 +134,18 @@ def _name(
     return (phase, boundary, key.role, slot, key.moment), microbatch, call
 
 
-def _merged(name: Name, parts: Sequence[Part], layouts: Mapping[int, Layout]) -> LogicalEvent:
-    """Raises PlacementError, with the reason as its sentence, if the parts make no whole."""
+def num_microbatches(units: SideUnits) -> int:
+    """How many micro-batches each rank has."""
+    return len({microbatch for _, microbatch in units.number if microbatch != NONE})
+
+
+def _merged(
+    name: Name, parts: Sequence[Part], layouts: Mapping[int, Layout], summed: Sizes
+) -> LogicalEvent:
+    """Raises PlacementError, with the reason as its sentence, if the parts make no whole.
+
+    summed: how many micro-batches a gradient is the sum of, where there are several.
+    """
     (phase, boundary, _, slot, _), microbatch, call = name
     parts = _at_its_end(parts)
     first, number, num_shares = parts[0], _number(parts[0]), 1
@@ -141,16 +154,25 @@ def _merged(name: Name, parts: Sequence[Part], layouts: Mapping[int, Layout]) ->
         whole = whole_number(number, first.key.shape)
     else:
         whole = whole_of(parts, layouts)
-    key = replace(
-        first.key, phase=phase, boundary=boundary, slot=slot, shape=whole.shape,
-        placement=None, group=None, op=None,
-    )  # fmt: skip
+    key = _logical_key(first.key, phase, boundary, slot, whole.shape)
     sums = max((part.sums for part in parts), key=len)
     if whole.num_summands > 1:
         sums = (*sums, whole.num_summands)
+    if key.role in ("grad", "main_grad") and phase in ("grad_sync", "clip"):
+        sums = (*sums, *summed)
     return LogicalEvent(
         key, microbatch, call, whole, number, _order(phase, microbatch, first),
         tuple(sorted({part.rank for part in parts})), sums, num_shares,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 16)
+def _logical_key(
+    key: EventKey, phase: str, boundary: str, slot: str, shape: tuple[int, ...]
+) -> EventKey:
+    return replace(
+        key, phase=phase, boundary=boundary, slot=slot, shape=shape,
+        placement=None, group=None, op=None,
     )  # fmt: skip
 
 

@@ -121,14 +121,10 @@ class Taint:
             if not pairing.value_differs[pair]:
                 continue
             if self.origin is None and not behind_sum:
-                if baseline.key.role == "scalar":
-                    continue  # perhaps nobody uses it
-                break  # a divergence: no region begins
+                continue  # a divergence, unless it is noise or nobody uses it
             verdict = self._one(step, row, baseline, target)
             unjudged[pair], rounding[pair] = verdict is None, bool(verdict)
             self._has_parted |= verdict is False
-            if self.origin is None and verdict is False:
-                break
         return rounding, unjudged
 
     def _pass_by(self, event: LogicalEvent, first: bool) -> None:
