@@ -26,6 +26,7 @@ PART_OF = {
     "placement_pieces": "records",
     "config_values": "config",
     "program": "environment",
+    "exact_functions": "exact",
     "fingerprint.reference": "reference",
     "fingerprint.keys": "reference",
     "fingerprint.sketch": "reference",
@@ -43,7 +44,7 @@ BELOW = {
     },
     "compare": {"trace", "reference", "records"},
     "report": {"records"},
-    "exact": {"records"},
+    "exact": {"capture", "fingerprint", "records"},
     "integrations": {"capture", "config", "records"},
 }  # fmt: skip
 BELOW["launch"] = {*BELOW, "launch"}

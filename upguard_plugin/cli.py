@@ -94,6 +94,11 @@ def selection_options(verb: Verb) -> Verb:
     is_flag=True,
     help="Both runs ran the same program: other output from equal inputs is nondeterminism.",
 )
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="Both runs' sums are exact (upguard_plugin.exact): no difference is rounding.",
+)
 @click.option("--verify", is_flag=True, help="Decode every step, also where digests agree.")
 @click.option(
     "--noise",
@@ -119,6 +124,7 @@ def compare(
     modules: str | None,
     roles: str | None,
     same_program: bool,
+    exact: bool,
     verify: bool,
     noise: tuple[str, ...],
     ignore: str | None,
@@ -142,6 +148,7 @@ def compare(
         Path(target),
         Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles),
         same_program=same_program,
+        exact=exact,
         verify=verify,
         noise=tuple(Path(run) for run in noise),
         ignore=None if ignore is None else Path(ignore),

@@ -53,6 +53,7 @@ class UpGuardConfig:
     roles: tuple[str, ...] = _setting((), values.ROLES, "roles to record; none: all")
     phases: tuple[str, ...] = _setting((), values.PHASES, "phases to record; none: all")
     program: str = _setting("", values.TEXT, "text that tells variants of a program apart")
+    samples: bool = _setting(False, values.BOOL, "record each sample by itself where known")
     sketch: bool = _setting(False, values.BOOL, "also sketch tensors, to estimate distances")
     dump: Dump | None = _setting(None, values.DUMP, "whole tensors to keep")  # noqa: RUF009 (frozen)
     check: int = _setting(0, values.EVERY, "check invariants online, every N steps")

@@ -9,6 +9,7 @@ What newcomers get wrong: the shape that goes in is the rank's own, the logical 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -30,7 +31,7 @@ from upguard_plugin.placement_pieces import (
 )
 from upguard_plugin.records import Axis, Layout, Piece, Placement
 
-__all__ = ["PlacementSpec", "parse_placement", "replicated", "resolve_placement"]
+__all__ = ["PlacementSpec", "parse_placement", "replicated", "resolve_placement", "without_dim"]
 
 # Axes that every layout has; where one is not listed its size is 1.
 STANDARD_AXES = ("tp", "cp", "ep", "dp", "pp", "vpp", "etp", "edp")
@@ -60,6 +61,22 @@ def replicated(shape: Sequence[int], mesh: str = "dense") -> Placement:
     strides = row_major_strides(shape)
     piece = Piece(tuple(shape), 0, strides, 0, strides)
     return Placement("*", tuple(shape), (piece,), mesh=mesh)
+
+
+def without_dim(text: str, name: str, over: str) -> tuple[int, str] | None:
+    """Where a dim of that name stands, and the placement of one slice along it.
+
+    The dim may be split over the axis `over` only. Its place counts from the end where `*` stands
+    before it. None where there is no such dim. Raises PlacementError for a text that is none.
+    """
+    spec = parse_placement(text)
+    terms = spec.views[0].terms
+    whole, split = DimSpec(name), DimSpec(name, splits=(Split(over),))
+    found = [i for i, term in enumerate(terms) if term in ((whole,), (split,))]
+    if len(spec.views) > 1 or not found:
+        return None
+    rest = re.sub(rf"(?<![\w(]){name}(\[{over}\])?(?![\w)\[~])\s*", "", text, count=1).strip()
+    return (found[0] - len(terms) if None in terms[: found[0]] else found[0]), rest
 
 
 class _Resolver:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -15,6 +16,7 @@ from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.capture.rng import State, state_bytes
 from upguard_plugin.integrations.megatron.buckets import BucketOwner
+from upguard_plugin.integrations.megatron.coalesced import CoalescedProbe
 from upguard_plugin.integrations.megatron.cuda_graphs import GraphProbe, captures
 from upguard_plugin.integrations.megatron.layout import find_layout
 from upguard_plugin.integrations.megatron.names import GlobalNames
@@ -38,6 +40,8 @@ try:  # came with 0.12 or so, and may go
     from megatron.core.transformer import cuda_graphs
 except ImportError:
     cuda_graphs = None
+# By its full name: the package has a function of the module's name.
+FINALIZER = "megatron.core.distributed.finalize_model_grads"
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
@@ -100,7 +104,9 @@ def _add_probes(
     # Timers exchange what the clock said.
     clocks = PauseProbe(guard, [(Timers, "get_all_timers_string"), (Timers, "write")])
     captured = PauseProbe(guard, captures(cuda_graphs, schedules))
-    for added in (optimizers, schedule, clocks, captured, GraphProbe(guard, cuda_graphs)):
+    graphs = GraphProbe(guard, cuda_graphs)
+    coalesced = CoalescedProbe(guard, import_module(FINALIZER))
+    for added in (optimizers, schedule, clocks, captured, graphs, coalesced):
         guard.probes.append(added)
         added.attach()
     if guard.collectives is not None:

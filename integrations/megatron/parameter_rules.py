@@ -18,10 +18,10 @@ def parameter_spec(name: str, parameter: Any, config: Any, vocabulary_size: int 
     """
     is_expert = not getattr(parameter, "allreduce", True)
     mesh = " @expert" if is_expert else ""
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return f"*{mesh}"
-    axis = "etp" if is_expert else "tp"
     dims = list("oixyz")[: parameter.dim()]
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return " ".join(dims) + mesh  # every rank has all of it: dims, because `*` is no claim
+    axis = "etp" if is_expert else "tp"
     split = parameter.partition_dim
     stride = getattr(parameter, "partition_stride", 1)
     if "linear_fc1" in name and getattr(config, "gated_linear_unit", False):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from upguard_plugin.capture import guard as core
 from upguard_plugin.capture.guard import Guard, Probe
@@ -19,6 +20,7 @@ from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.run import find_rank
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.integrations.torch_native.checkpoints import DistributedCheckpoints
+from upguard_plugin.integrations.torch_native.reducer import ReducerBuckets
 from upguard_plugin.integrations.torch_native.zero_redundancy import (
     DividedPlacements,
     ZeroRedundancyProbe,
@@ -57,6 +59,7 @@ def enable(
         for probe in _probes(guard):
             guard.probes.append(probe)
             probe.attach()
+        _name_buckets(guard)
     return guard
 
 
@@ -65,6 +68,12 @@ def _probes(guard: Guard) -> list[Probe]:
     if _divided(guard.optimizers) is not None:
         probes.append(ZeroRedundancyProbe(guard))
     return probes
+
+
+def _name_buckets(guard: Guard) -> None:
+    for _, model in guard.models:
+        if guard.collectives is not None and isinstance(model, DistributedDataParallel):
+            guard.collectives.add_reducer(ReducerBuckets(model, guard.names.of))
 
 
 def _divided(optimizers: Sequence[Any] | Any) -> Any:

@@ -1,8 +1,9 @@
 """A case: a public bug report as a recipe, and the answer that the tool must give.
 
 A case file defines `CASE`. Its `train` function runs one training with the public API and says by
-its `variant` what is on: "baseline", "target" (the fault) or "twin" (the target's code, fault off).
-With `num_ranks` it runs on each rank of one gloo job.
+its `variant` what is on: "baseline", "target" (the fault) or "twin" (the target's code, fault off);
+where `whole` has an answer, also "whole" (the twin on one rank). With `num_ranks` it runs on each
+rank of one gloo job.
 """
 
 from __future__ import annotations
@@ -33,13 +34,30 @@ class Case:
     symptom: str
     train: Train
     answer: Mapping[str, Any] | None  # fields of the first divergence; None: identical
+    whole: Mapping[str, Any] | None = None  # the same against variant "whole", on one rank
     level: str = "module"
     num_ranks: int = 1
+    baseline_ranks: int | None = None  # where the baseline has another layout
+    twin_of: str = "baseline"  # the variant that equals the twin
     same_program: bool = False  # a self-replay: both runs are one program
     also: Mapping[str, Any] = field(default_factory=dict)  # what else the verdict must hold
     broken: Mapping[str, Any] | None = None  # what `upguard check` of the target alone must name
     unsolved: str = ""  # why the answer is not given yet
     waits: str = ""  # what of the report's row is not asked yet
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of `upguard compare`: pairs across layouts are of the exact model."""
+        return () if self.baseline_ranks is None else ("--exact",)
+
+    @property
+    def is_across_layouts(self) -> bool:
+        return self.whole is not None or self.baseline_ranks is not None
+
+    def ranks_of(self, variant: str) -> int:
+        """How many ranks train a variant."""
+        whole = {"whole": 1, "baseline": self.baseline_ranks}
+        return whole.get(variant) or self.num_ranks
 
     @property
     def module(self) -> str:
@@ -56,9 +74,10 @@ def seed_all(seed: int = 0) -> None:
 
 def record(case: Case, variant: str, output: Path) -> Path:
     """Train one variant of a case, recorded, in this process."""
-    program = "same" if case.same_program else {"twin": "baseline"}.get(variant, variant)
+    program = "same" if case.same_program else "target" if variant == "target" else "baseline"
     seed_all()
-    case.train(variant, {"output_dir": str(output), "level": case.level, "program": program})
+    config = {"output_dir": str(output), "level": case.level, "program": program}
+    case.train(variant, config | ({"samples": True} if case.is_across_layouts else {}))
     return output
 
 
@@ -67,9 +86,9 @@ def train_one(module: str, variant: str, output: str) -> None:
     record(import_module(module).CASE, variant, Path(output))
 
 
-def verdict_of(baseline: Path, target: Path) -> dict[str, Any]:
+def verdict_of(baseline: Path, target: Path, *options: str) -> dict[str, Any]:
     """What `upguard compare` says of two runs."""
-    return _run("compare", str(baseline), str(target))
+    return _run("compare", str(baseline), str(target), *options)
 
 
 def check_of(run: Path) -> dict[str, Any]:

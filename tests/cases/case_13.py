@@ -10,17 +10,21 @@ import torch.distributed as dist
 
 import upguard_plugin
 from tests.cases.case import Case
-from tests.cases.layouts import ExactGPT, exact_batches, part_of, weighted_sum
+from tests.tx.mesh import Mesh
+from tests.tx.model import ExactGPT
+from tests.tx.training import exact_batches, share_of, weighted_sum
 
 
 def train(variant: str, config: Mapping[str, Any]) -> None:
-    model = ExactGPT(cp=2)
+    mesh = Mesh(cp=2)
+    model = ExactGPT(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8)
     factor = 1.0 if variant == "target" else 1 / 2
     with upguard_plugin.enable(model, optimizer, config) as guard:
-        for tokens, weights in exact_batches(num=1):
+        for batch in exact_batches(num=1):
             guard.microbatch(0)
-            loss = weighted_sum(model(part_of(tokens, 1, 2)), part_of(weights, 1, 2))
+            [(tokens, weights)] = share_of(batch, mesh, 1)
+            loss = weighted_sum(model(tokens), weights)
             (2 * loss).backward()
             for parameter in reversed(list(model.parameters())):
                 parameter.grad.mul_(factor)

@@ -11,16 +11,20 @@ from torch import Tensor, nn
 
 import upguard_plugin
 from tests.cases.case import Case
-from tests.cases.layouts import HIDDEN, VOCABULARY, exact, exact_batches, run_microbatch
+from tests.tx.mesh import Mesh
+from tests.tx.model import HIDDEN, VOCABULARY
+from tests.tx.training import exact_batches, run_microbatch
+from upguard_plugin.exact import exact_values
 
 # Four ranks: pipeline stage 0 is r0 and r1, stage 1 is r2 and r3; r0 and r2 feed each other.
+SHAPE = (VOCABULARY, HIDDEN)
 
 
 class First(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, HIDDEN, _weight=exact(VOCABULARY, HIDDEN, seed=1))
-        self.middle = nn.Parameter(exact(VOCABULARY, HIDDEN, seed=2))
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN, _weight=exact_values("tied", SHAPE))
+        self.middle = nn.Parameter(exact_values("first", SHAPE))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.embed(tokens) + nn.functional.embedding(tokens, self.middle)
@@ -29,9 +33,9 @@ class First(nn.Module):
 class Last(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.middle = nn.Parameter(exact(VOCABULARY, HIDDEN, seed=3))
+        self.middle = nn.Parameter(exact_values("last", SHAPE))
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        self.head.weight = nn.Parameter(exact(VOCABULARY, HIDDEN, seed=1))
+        self.head.weight = nn.Parameter(exact_values("tied", SHAPE))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x) + x @ self.middle.T
@@ -47,8 +51,8 @@ def scatter_in_place(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 def train(variant: str, config: Mapping[str, Any]) -> None:
     rank = dist.get_rank()
-    replicas = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-    ends = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    mesh = Mesh(dp=2, pp=2)
+    replicas, ends = mesh.group("dp"), mesh.group("pp")
     model = First() if rank < 2 else Last()
     flat = torch.zeros(2 * VOCABULARY * HIDDEN, dtype=torch.float64)
     parts = flat.view(2, VOCABULARY, HIDDEN).unbind()
@@ -59,7 +63,7 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8)
     with upguard_plugin.enable(model, optimizer, config) as guard:
         for tokens, weights in exact_batches(num=1, seed=rank % 2):
-            run_microbatch(model, tokens, weights, peer=(rank + 2) % 4)
+            run_microbatch(model, tokens, weights, mesh)
             if variant == "target":
                 scatter_in_place(flat, replicas)
             dist.all_reduce(tied.grad, group=ends)

@@ -10,21 +10,24 @@ import torch.distributed as dist
 
 import upguard_plugin
 from tests.cases.case import Case
-from tests.cases.layouts import ExactGPT, exact_batches, run_microbatch, stage_of
+from tests.tx.mesh import Mesh
+from tests.tx.model import ExactGPT
+from tests.tx.training import exact_batches, run_microbatch
+from upguard_plugin.exact import exact_values
 
 
 def train(variant: str, config: Mapping[str, Any]) -> None:
     rank = dist.get_rank()
-    whole = ExactGPT()
-    whole.head.weight.data.copy_(whole.embed.weight.data)
-    model = stage_of(whole, rank)
+    mesh = Mesh(pp=2)
+    model = ExactGPT(mesh)
     tied = model.embed.weight if rank == 0 else model.head.weight
+    tied.data.copy_(exact_values("tied", tied.shape))
     shared = tied if rank == 1 and variant != "target" else None
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8)
     with upguard_plugin.enable(model, optimizer, config) as guard:
         for k, (tokens, weights) in enumerate(exact_batches(num=2)):
             guard.microbatch(k)
-            run_microbatch(model, tokens, weights, peer=1 - rank)
+            run_microbatch(model, tokens, weights, mesh)
         dist.all_reduce(tied.grad)
         counted = [p.grad for p in model.parameters() if p is not shared]
         square = torch.stack([grad.square().sum() for grad in counted]).sum()

@@ -11,16 +11,18 @@ from torch import Tensor, nn
 
 import upguard_plugin
 from tests.cases.case import Case
-from tests.cases.layouts import ExactGPT, ExactLinear, exact_batches, sum_gradients, weighted_sum
+from tests.tx.mesh import Mesh
+from tests.tx.model import ExactGPT
+from tests.tx.training import exact_batches, sum_gradients, weighted_sum
 
 LARGEST = 448.0  # of float8_e4m3fn
 
 
-class QuantisedLinear(ExactLinear):
+class QuantisedLinear(nn.Module):
     """Casts its input to float8 and back, scaled by what the steps before have seen."""
 
     def __init__(self, weight: Tensor) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.weight = nn.Parameter(weight)
         self.register_buffer("history", torch.ones(2, dtype=torch.float64))
         self.register_buffer("amax", torch.ones((), dtype=torch.float64))
@@ -30,7 +32,7 @@ class QuantisedLinear(ExactLinear):
         scale = LARGEST / self.history.max()
         quantised = (x * scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         x = x + (quantised.to(x.dtype) / scale - x).detach()
-        return super().forward(x)
+        return x @ self.weight.T
 
     def remember(self, over_ranks: bool) -> None:
         """After a step: the largest input becomes part of the next scale."""
@@ -40,10 +42,11 @@ class QuantisedLinear(ExactLinear):
 
 
 def train(variant: str, config: Mapping[str, Any]) -> None:
-    model = ExactGPT(tp=2, sp=True)
-    for block in model.blocks:  # on this rank's half of the sequence, as the norms
+    mesh = Mesh(tp=2, sp=True)
+    model = ExactGPT(mesh)
+    for block in model.blocks.values():  # on this rank's half of the sequence, as the norms
         block.attn.qkv = QuantisedLinear(block.attn.qkv.weight.detach())
-    quantised = [block.attn.qkv for block in model.blocks]
+    quantised = [block.attn.qkv for block in model.blocks.values()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 2**20)
     with upguard_plugin.enable(model, optimizer, config) as guard:
         for tokens, weights in exact_batches(num=2):
@@ -52,7 +55,7 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
             for linear in quantised:
                 linear.remember(over_ranks=variant != "target")
             loss.backward()
-            sum_gradients(model, lambda name: "fc" not in name)
+            sum_gradients(model, mesh)
             optimizer.step()
             guard.step()
 

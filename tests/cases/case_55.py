@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import upguard_plugin
 from tests.cases.case import Case
-from tests.cases.layouts import ExactGPT, exact_batches, run_microbatch, stage_of
+from tests.tx.mesh import Mesh
+from tests.tx.model import ExactGPT
+from tests.tx.training import exact_batches, run_microbatch
 
 
 def train(variant: str, config: Mapping[str, Any]) -> None:
-    rank = dist.get_rank()
-    model = stage_of(ExactGPT(), rank)
+    mesh = Mesh(pp=2)
+    model = ExactGPT(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8)
     microbatches = exact_batches(num=1) + exact_batches(num=1, length=4)
     with upguard_plugin.enable(model, optimizer, config) as guard:
@@ -23,7 +24,7 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
             guard.microbatch(k)
             if k and variant == "target":  # the stage is built anew for the new shape
                 optimizer.zero_grad(set_to_none=True)
-            run_microbatch(model, tokens, weights, peer=1 - rank)
+            run_microbatch(model, tokens, weights, mesh)
         optimizer.step()
         guard.step()
 

@@ -11,14 +11,9 @@ from torch import Tensor
 
 import upguard_plugin
 from tests.cases.case import Case
-from tests.cases.layouts import (
-    ExactAttention,
-    ExactCore,
-    ExactGPT,
-    exact_batches,
-    part_of,
-    weighted_sum,
-)
+from tests.tx.mesh import Mesh
+from tests.tx.model import Attention, Core, ExactGPT
+from tests.tx.training import exact_batches, share_of, weighted_sum
 
 POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])  # two packed sequences, of 3 and 5 tokens
 
@@ -32,7 +27,7 @@ def local_bounds(positions: Tensor, faulty: bool) -> Tensor:
     return torch.cat([torch.zeros(1), starts[starts > 0] + offset, ends + offset]).int()
 
 
-class PackedCore(ExactCore):
+class PackedCore(Core):
     """Reads the segment bounds: keys count by the number of the segment they lie in."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor) -> Tensor:
@@ -41,30 +36,32 @@ class PackedCore(ExactCore):
         return super().forward(q, k * segment[None, :, None].double(), v)
 
 
-class PackedAttention(ExactAttention):
+class PackedAttention(Attention):
     """Makes the bounds from this rank's part of the positions."""
 
-    faulty = False
+    def __init__(self, mesh: Mesh, plain: Attention, faulty: bool) -> None:
+        super().__init__(mesh)
+        self.core, self.mesh, self.faulty = PackedCore(mesh), mesh, faulty
+        self.double().load_state_dict(plain.state_dict())
 
     def forward(self, x: Tensor) -> Tensor:
-        bounds = local_bounds(part_of(POSITIONS, 0, 2), self.faulty)
+        bounds = local_bounds(self.mesh.part(POSITIONS, 0, "cp"), self.faulty)
         return super().forward(x, cu_seqlens=bounds)
 
 
 def train(variant: str, config: Mapping[str, Any]) -> None:
-    model = ExactGPT(cp=2)
-    for block in model.blocks:
-        block.attn.__class__ = PackedAttention
-        block.attn.faulty = variant == "target"
-        block.attn.core = PackedCore(cp=2)
+    mesh = Mesh(cp=2)
+    model = ExactGPT(mesh)
+    for block in model.blocks.values():
+        block.attn = PackedAttention(mesh, block.attn, faulty=variant == "target")
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8)
-    positions = part_of(POSITIONS, 0, 2)
+    positions = mesh.part(POSITIONS, 0, "cp")
     with upguard_plugin.enable(model, optimizer, config) as guard:
-        for tokens, weights in exact_batches(num=1):
+        for batch in exact_batches(num=1):
             guard.microbatch(0)
             guard.data("position_ids", positions[None])
-            logits = model(part_of(tokens, 1, 2))
-            weighted_sum(logits, part_of(weights, 1, 2)).backward()
+            [(tokens, weights)] = share_of(batch, mesh, 1)
+            weighted_sum(model(tokens), weights).backward()
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
             optimizer.step()

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import upguard_plugin
 from tests.cases.case import Case
-from tests.cases.layouts import ExactGPT, exact_batches, weighted_sum
+from tests.tx.mesh import Mesh
+from tests.tx.model import ExactGPT
+from tests.tx.training import exact_batches, weighted_sum
 
 
 def all_reduced(x: Tensor) -> Tensor:
@@ -44,8 +46,8 @@ class Enter(nn.Module):
 
 
 def train(variant: str, config: Mapping[str, Any]) -> None:
-    model = ExactGPT(tp=2)
-    for block in model.blocks:
+    model = ExactGPT(Mesh(tp=2))
+    for block in model.blocks.values():
         block.mlp.enter = Enter(contiguous=variant != "target")
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8)
     with upguard_plugin.enable(model, optimizer, config) as guard:

@@ -29,7 +29,7 @@ class Recordings:
         """Where the run of a variant is; it is trained at the first call."""
         output = self._folder / case.module.rpartition(".")[2] / variant
         if not output.exists():
-            self.on_ranks(case.num_ranks, train_one, case.module, variant, str(output))
+            self.on_ranks(case.ranks_of(variant), train_one, case.module, variant, str(output))
         return output
 
     def on_ranks(self, num_ranks: int, function: Callable[..., None], *args: Any) -> None:

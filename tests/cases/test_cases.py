@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases.case import Case, check_of, grade, grade_check, verdict_of
+from tests.cases.case import Case, check_of, first_is, grade, grade_check, verdict_of
 from tests.cases.recordings import all_cases, all_siblings
 
 CASES = [*all_cases(), *all_siblings()]
@@ -20,16 +20,27 @@ def test_the_fault_is_named_exactly(case, recordings, request):
         request.applymarker(pytest.mark.xfail(reason=case.unsolved, strict=True))
     baseline, target = recordings.of(case, "baseline"), recordings.of(case, "target")
 
-    verdict = verdict_of(baseline, target)
+    verdict = verdict_of(baseline, target, *case.options)
 
     assert all(grade(case, verdict).values()), verdict["first_divergence"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_clean_twin_is_silent(case, recordings):
-    baseline, twin = recordings.of(case, "baseline"), recordings.of(case, "twin")
+    baseline, twin = recordings.of(case, case.twin_of), recordings.of(case, "twin")
 
-    assert verdict_of(baseline, twin)["verdict"] == "identical"
+    assert verdict_of(baseline, twin, *case.options)["verdict"] == "identical"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.whole], ids=name_of)
+def test_the_fault_is_named_against_one_rank_too_and_the_twin_is_silent(case, recordings):
+    whole = recordings.of(case, "whole")
+    target, twin = recordings.of(case, "target"), recordings.of(case, "twin")
+
+    verdict = verdict_of(whole, target, "--exact")
+
+    assert first_is(verdict, case.whole), verdict["first_divergence"]
+    assert verdict_of(whole, twin, "--exact")["verdict"] == "identical"
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.broken], ids=name_of)

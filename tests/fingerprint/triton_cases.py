@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.fingerprint.tensors import random_tensor, reference
+from upguard_plugin.fingerprint.devices import is_small
 from upguard_plugin.fingerprint.gpu import TritonSlots
 from upguard_plugin.fingerprint.parts import dense_parts, dtype_name
 from upguard_plugin.fingerprint.queue import FingerprintQueue
@@ -61,6 +62,25 @@ def test_placements(spec, dtype):
 
     expected = reference(tensor, placement)
     assert pairs.tolist() == [[expected.h, expected.s]]
+
+
+@pytest.mark.parametrize("dtype", SIZES, ids=dtype_name)
+def test_small_tensors_in_one_launch(dtype):
+    shapes = [(4,), (0,), (5, 8), (3, 2100), (2048,), (2052,)]
+    tensors = [random_tensor(dtype, shape, seed) for seed, shape in enumerate(shapes)]
+    small = [k for k, tensor in enumerate(tensors) if is_small(tensor)]
+    slots = TritonSlots(torch.device("cpu"), 0)
+
+    slots.put(9, [planned(dense_parts(tensors[3])[0])], False, 0)
+    slots.put_many(small, [tensors[k] for k in small])
+    pairs = np.zeros((10, 2), np.uint64)
+    slots.take_into(pairs, np.zeros((10, 2)))
+
+    assert len(small) >= 4
+    assert [tuple(map(int, pairs[k])) for k in small] == [
+        (f.h, f.s) for f in (reference(tensors[k]) for k in small)
+    ]
+    assert int(pairs[9, 0]) == reference(tensors[3]).h
 
 
 def with_faults(numel):

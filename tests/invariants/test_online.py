@@ -13,7 +13,9 @@ import upguard_plugin
 from tests.cases import case_21
 from tests.cases.case import record
 from upguard_plugin.capture.recorder import Recorder
+from upguard_plugin.compare.selection import Selection
 from upguard_plugin.fingerprint.queue import FingerprintQueue
+from upguard_plugin.invariants.check import check_run
 from upguard_plugin.trace.reader import open_trace
 
 
@@ -71,6 +73,42 @@ def test_only_every_nth_step_is_looked_at(tmp_path, interval, step):
     assert [note.split(",")[0] for note in notes(tmp_path / "run")] == (
         [] if step is None else [f"BROKEN at step {step}"]
     )
+
+
+class Idle(torch.optim.SGD):
+    """Does not step."""
+
+    def step(self, closure=None) -> None:
+        pass
+
+
+def train_and_evaluate(run: Path, kind: str) -> None:
+    """Four steps, an evaluation behind the third; with a fault that several steps tell."""
+    model = nn.Linear(2, 2)
+    optimizer = (Idle if kind == "idle" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    with upguard_plugin.enable(model, optimizer, {"output_dir": str(run), "check": 100}) as guard:
+        for k in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if k == 2:
+                model.eval()(torch.ones(1, 2))
+                model.train()
+            if k == 2 and kind == "forgetful":
+                model.weight.data.mul_(2)
+            guard.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("forgetful", {"eval-leaves-weights"}), ("idle", {"weights-move"}), ("", set())],
+)
+def test_what_only_several_steps_tell_is_checked_in_every_step(tmp_path, kind, told):
+    train_and_evaluate(tmp_path / "run", kind)
+
+    assert {note.split(": ")[1] for note in notes(tmp_path / "run")} == told
+    offline = check_run(open_trace(tmp_path / "run"), Selection()).broken
+    assert {one.invariant for one in offline} == told
 
 
 def test_a_check_that_fails_does_not_reach_the_training(tmp_path):

@@ -68,7 +68,7 @@ def _local(trainer: Trainer) -> dict[tuple[str, str], tuple[Any, ...]]:
             start, end = _range(slices, parameter)
             if slices:
                 add("main_grad", parameter.main_grad.view(-1)[start:end], start)
-            if slices or trainer.job.dtype != "fp32":
+            if trainer.job.dtype != "fp32":  # else a slice of the weight itself
                 add("master", master, start)
             for slot in ("exp_avg", "exp_avg_sq"):
                 if slot in inner.state[master]:  # absent before the first step

@@ -7,9 +7,12 @@ trace that lacks something.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 from tests.megatron_adapter.model import Trainer
+from upguard_plugin.integrations.megatron.adapter import FINALIZER
+from upguard_plugin.integrations.megatron.coalesced import FLATTEN
 
 OPTIMIZER = ("step", "get_grad_norm", "prepare_grads", "get_parameters", "optimizer", "config")
 DISTRIBUTED = (
@@ -39,6 +42,7 @@ def moved_seams(trainer: Trainer) -> list[str]:
 
 def _things(trainer: Trainer) -> Iterator[tuple[Any, tuple[str, ...]]]:
     job = trainer.job
+    yield import_module(FINALIZER), (FLATTEN,)
     yield trainer.optimizer, ("chained_optimizers", "step", "get_grad_norm")
     for each in trainer.optimizer.chained_optimizers:
         if getattr(each, "is_stub_optimizer", False):

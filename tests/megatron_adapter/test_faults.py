@@ -8,6 +8,9 @@ import pytest
 
 from tests.bugs.training import compare, found
 from tests.megatron_adapter.jobs import FAULT_STEP, Job, train
+from upguard_plugin.compare.selection import Selection
+from upguard_plugin.invariants.check import check_run
+from upguard_plugin.trace.reader import open_trace
 
 pytestmark = pytest.mark.megatron
 pytest.importorskip("megatron.core")
@@ -33,7 +36,9 @@ LAYOUTS = {
 }
 _LAYER = "decoder.layers.1"
 _FC1 = f"{_LAYER}.mlp.linear_fc1"
-_NORM = "decoder.final_layernorm.bias"
+_SUM = "all_reduce[tp]"
+_NORM = "decoder.final_layernorm"
+_HEAD = "decoder.layers.0.self_attention.q_layernorm.weight.main_grad"
 _TOKENS = "embedding.word_embeddings.weight"
 _PROJ = f"{_LAYER}.self_attention.linear_proj"
 _LOST = f"{_LAYER}.pre_mlp_layernorm.weight"  # has no gradient: the one behind it was cut off
@@ -50,9 +55,17 @@ _SOFTMAX = "decoder.layers.0.self_attention.core_attention.scale_mask_softmax"
 # Fault -> the row of the catalogue of silent bugs, its layout, and where it must be found: step,
 # phase, boundary, kind.
 CASES = {
-    "final_norm_unmarked": ("A2", "sp", (1, "grad_sync", "all_reduce[tp]", "collective")),
-    "router_unmarked": ("A3", "sp-experts", (1, "grad_sync", "all_reduce[tp]", "collective")),
-    "head_norm_not_summed": ("A4", "heads", (1, "grad_sync", "all_reduce[tp]", "collective")),
+    "final_norm_unmarked": (
+        "A2",
+        "sp",
+        (1, "grad_sync", f"{_SUM} {_NORM}.weight.main_grad", "collective"),
+    ),
+    "router_unmarked": (
+        "A3",
+        "sp-experts",
+        (1, "grad_sync", f"{_SUM} {_LAYER}.mlp.router.weight.main_grad", "collective"),
+    ),
+    "head_norm_not_summed": ("A4", "heads", (1, "grad_sync", f"{_SUM} {_HEAD}", "collective")),
     "another_update_rule": ("A16", "tied", (1, "optimizer", _TOKENS, "optimizer")),
     "buffers_zeroed": ("A18", "dp2", (1, "accumulate", "output_layer.weight", "backward")),
     "embedding_not_summed": ("A", "tied", (1, "grad_sync", _EMBEDDING, "collective")),
@@ -76,7 +89,7 @@ CASES = {
     "recompute_differs": ("D2", "dp2", (1, "recompute", f"{_LAYER}.mlp.linear_fc1", "forward")),
     "detached_in_checkpoint": ("D3", "dp2", (1, "accumulate", _LOST, "backward")),
     "stale_reload": ("D6", "dp2", (1, "recompute", _LAYER, "forward")),
-    "stale_gradient": ("D9", "dp2", (1, "accumulate", _NORM, "backward")),
+    "stale_gradient": ("D9", "dp2", (1, "accumulate", f"{_NORM}.bias", "backward")),
     "gradient_overwritten": ("D11", "tp2", (1, "accumulate", f"{_FC1}.weight", "backward")),
     "tracker_moved": ("D14", "sp", (1, "start", "rng.megatron.model-parallel-rng", "rng")),
     "batch_remembered": ("D16", "tp2", (1, "data", "input_ids", "data")),
@@ -139,6 +152,25 @@ def test_a_fault_is_named(runs, fault):
     verdict = compare(runs / layout, runs / fault)
 
     assert found(verdict, "step", "phase", "boundary", "kind") == place
+
+
+@pytest.mark.parametrize(
+    ("fault", "parameter"),
+    [
+        ("final_norm_unmarked", f"{_NORM}.weight"),
+        pytest.param("router_unmarked", f"{_LAYER}.mlp.router.weight", marks=pytest.mark.long),
+        pytest.param(
+            "head_norm_not_summed", _HEAD.removesuffix(".main_grad"), marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_sum_that_is_left_out_shows_in_the_run_alone(runs, fault, parameter):
+    """Ranks have other gradients of what they hold copies of."""
+    broken = check_run(open_trace(runs / fault), Selection()).broken
+
+    first = broken[0]
+    found = (first.invariant, first.step, first.phase, first.boundary, first.role)
+    assert found == ("replicas-agree", 1, "grad_sync", parameter, "main_grad")
 
 
 def test_faults_cover_the_catalogue():

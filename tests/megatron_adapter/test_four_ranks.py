@@ -14,6 +14,7 @@ from tests.megatron_adapter.merged import first_outputs, states, whole
 pytestmark = [pytest.mark.megatron, pytest.mark.long]
 pytest.importorskip("megatron.core")
 
+_ROUTER = "all_reduce[tp] decoder.layers.1.mlp.router.weight.main_grad"
 _BUCKET = (
     "all_reduce[dp] 13 parameters from decoder.layers.0.mlp.linear_fc2.bias to"
     " embedding.word_embeddings.weight.main_grad"
@@ -39,7 +40,7 @@ JOBS = {
 }
 # Rows A3 and A15 of the catalogue of silent bugs.
 CASES = {
-    "router_unmarked": ("tp2-ep2", (1, "grad_sync", "all_reduce[tp]", "collective")),
+    "router_unmarked": ("tp2-ep2", (1, "grad_sync", _ROUTER, "collective")),
     "embedding_summed_too_early": ("tied", (1, "grad_sync", _BUCKET, "collective")),
 }
 

@@ -238,6 +238,18 @@ def test_a_gradient_added_by_a_kernel_is_seen_in_its_accumulator(ran):
     assert seen == {("main_grad", "after"): {0, 1, 2, 3}}
 
 
+def test_a_gradient_that_is_deferred_is_there_when_all_are_final(ran):
+    folder, _ = ran
+    is_empty = defaultdict(set)
+    for event in events(folder / "runs" / "deferred"):
+        if event.key.boundary == "output_layer.weight" and event.key.role == "main_grad":
+            is_empty[event.step, event.key.phase].add(event.h == 0)
+
+    for step in range(2):
+        assert is_empty[step, "accumulate"] == {True}
+        assert is_empty[step, "grad_sync"] == {False}
+
+
 def test_every_expert_has_its_tokens_placed_where_ranks_share_their_samples(ran):
     folder, _ = ran
     placed = defaultdict(set)

@@ -53,7 +53,7 @@ GATED = SimpleNamespace(gated_linear_unit=True)
         ("l.mlp.linear_fc1.weight", _parameter([6, 4], 0), GATED, None, "(2 f[tp]) i", (12, 4)),
         ("l.mlp.linear_fc1.bias", _parameter([6], 0), GATED, None, "(2 f[tp])", (12,)),
         ("l.mlp.linear_fc2.weight", _parameter([4, 6], 1), CONFIG, None, "o i[tp]", (4, 12)),
-        ("l.mlp.linear_fc2.bias", _parameter([4]), CONFIG, None, "*", (4,)),
+        ("l.mlp.linear_fc2.bias", _parameter([4]), CONFIG, None, "o", (4,)),
         ("a.linear_qkv.weight", _parameter([6, 4], 0), CONFIG, None, "(g[tp] qkv d) i", (12, 4)),
         ("x.proj.weight", _parameter([6, 4], 0, 3), CONFIG, None, "(3 o[tp]) i", (12, 4)),
         ("output_layer.weight", _parameter([6, 4], 0), CONFIG, 11, "v[tp]~11 i", (11, 4)),
@@ -61,7 +61,7 @@ GATED = SimpleNamespace(gated_linear_unit=True)
             "m.experts.local_experts.3.linear_fc1.weight",
             _parameter([6, 4], 0, expert=True), CONFIG, None, "o[etp] i @expert", (6, 4),
         ),
-        ("m.router.weight", _parameter([4, 8]), CONFIG, None, "*", (4, 8)),
+        ("m.router.weight", _parameter([4, 8]), CONFIG, None, "o i", (4, 8)),
     ],
 )  # fmt: skip
 def test_a_parameter_is_placed_as_megatron_marks_it(

@@ -21,8 +21,6 @@ from upguard_plugin.launch.cpu_emulation import emulate_cuda
 
 def run_job(job: Job, folder: Path) -> dict[str, Any]:
     """Train as the job says; every rank calls it."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
     from tests.megatron_adapter.checkpoints import load_weights, save_weights
     from tests.megatron_adapter.gathered import gather
     from tests.megatron_adapter.gathered_activations import Watch
@@ -46,6 +44,8 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
         settings["sketch"] = job.sketch
         groups = None
         if job.explicit_groups:
+            from megatron.core.process_groups_config import ProcessGroupCollection  # not in 0.14
+
             groups = ProcessGroupCollection.use_mpu_process_groups()
         guard = attach(trainer.chunks, trainer.optimizer, settings, pg_collection=groups)
     for step in range(job.num_steps):

@@ -33,6 +33,7 @@ class DataProbe:
     def __init__(self, guard: Guard) -> None:
         self.recorder = guard.recorder
         self.from_inputs = True
+        self.num_samples: int | None = None  # of the last batch; None where none was seen
         self._guard = guard
         self._given: tuple[int, int] | None = None  # (step, micro-batch) of the last `guard.data`
         self._handles: list[RemovableHandle] = []
@@ -91,6 +92,7 @@ class DataProbe:
             self.recorder.note(f"{boundary}: its batch is a nested tensor and is not seen")
         found = [(name, _as_tensor(leaf)) for name, leaf in found if name not in nested]
         num_samples = _num_samples([t for _, t in found if isinstance(t, Tensor)], batch_dim)
+        self.num_samples = num_samples
         for boundary, leaf in found:
             call = self._guard.position.next_call(boundary)
             if isinstance(leaf, Tensor):
@@ -112,10 +114,13 @@ class DataProbe:
         plain = type(tensor) is Tensor
         with torch._C._DisableTorchDispatch() if plain else nullcontext():  # for no mode to see
             samples = tensor.detach().unbind(batch_dim)
+        # A rank may hold a part of each sample: what all of them hold tells the sample.
+        cut = self._guard.placements.of_samples(boundary, "data", "0", tensor.shape)
+        held = None if cut is None or cut[0] != batch_dim else cut[1]
         for i, sample in enumerate(samples):
             self.recorder.record(
-                boundary, sample, role="sample", slot=str(i), phase=phase, call=call
-            )
+                boundary, sample, role="sample", slot=str(i), phase=phase, call=call, placement=held
+            )  # fmt: skip
 
 
 def argument_names(model: nn.Module) -> tuple[str, ...]:

@@ -61,6 +61,7 @@ class Flow:
     def __init__(self, guard: Guard) -> None:
         self.recorder = guard.recorder
         self._guard = guard
+        self._by_sample = guard.config.samples
         self._seen: dict[int, Seen] = {}
         self._limit = FIRST_LIMIT
         self._kinds: dict[tuple, tuple[int, Placement | None]] = {}
@@ -71,12 +72,15 @@ class Flow:
         if tensor.is_nested:  # it has no shape
             self.recorder.note(f"a nested tensor of {boundary.name} was not recorded")
             return
-        key, placement = self._kind_of(boundary, call.phase, role, slot, tensor)
         seen = self._seen_of(tensor)
-        seq = self.recorder.record_as(
-            key, tensor, placement, call.microbatch, call.number,
-            seen.writer if role == "input" else NONE,
-        )  # fmt: skip
+        producer = seen.writer if role == "input" else NONE
+        place = (call.microbatch, call.number, producer)
+        seq = NONE
+        if self._by_sample:
+            seq = self._record_samples(boundary, call.phase, role, slot, tensor, place)
+        if seq == NONE:
+            key, placement = self._kind_of(boundary, call.phase, role, slot, tensor)
+            seq = self.recorder.record_as(key, tensor, placement, *place)
         if role == "output":
             version = NONE if tensor.is_inference() else tensor._version  # those do not count
             if version == NONE or seen.written != version:
@@ -100,6 +104,30 @@ class Flow:
             )  # fmt: skip
             known = self._kinds[kind] = (key, placement)
         return known
+
+    def _record_samples(
+        self, boundary: Boundary, phase: str, role: str, slot: str, tensor: torch.Tensor,
+        place: tuple[int, int, int],
+    ) -> int:  # fmt: skip
+        """Record each sample of a tensor as if it stood alone; NONE where samples are not known.
+
+        place: micro-batch, call and producer. Returns the seq of the last one.
+        """
+        cut = self._guard.placements.of_samples(boundary.name, role, slot, tensor.shape)
+        if cut is None or type(tensor) is not torch.Tensor:
+            return NONE
+        seq, (dim, placement) = NONE, cut
+        if self._guard.batches.num_samples not in (None, tensor.shape[dim]):
+            return NONE  # what it counts are no samples of the micro-batch
+        with torch._C._DisableTorchDispatch():  # for no mode to see
+            samples = tensor.detach().unbind(dim)
+        for i, sample in enumerate(samples):
+            key = self.recorder.key_of(
+                boundary.name, sample, role=role, slot=f"{slot}[{i}]", phase=phase,
+                operator=boundary.operator, placement=placement, source=boundary.source,
+            )  # fmt: skip
+            seq = self.recorder.record_as(key, sample, placement, *place)
+        return seq
 
     def begin_step(self) -> None:
         """Forget the tensors of the step before."""
@@ -149,9 +177,11 @@ class Flow:
             if grad is None:
                 self._record_missing(crossing)
                 continue
-            key, placement = self._kind_of(
-                crossing.boundary, "backward", crossing.role, crossing.slot, grad
-            )
+            kind = (crossing.boundary, "backward", crossing.role, crossing.slot)
+            place = (crossing.microbatch, crossing.call, NONE)
+            if self._by_sample and self._record_samples(*kind, grad, place) != NONE:
+                continue
+            key, placement = self._kind_of(*kind, grad)
             same = self.recorder.record_as(
                 key, grad, placement, crossing.microbatch, crossing.call,
                 same_as=same if placement is placed else NONE,

@@ -14,18 +14,15 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.checkpoints import CheckpointProbe
 from upguard_plugin.capture.collectives import CollectiveProbe
-from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
 from upguard_plugin.capture.models import named_models
@@ -46,7 +43,6 @@ from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.fingerprint.sketch import DEFAULT_SIZE
 from upguard_plugin.invariants.online import OnlineCheck
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
-from upguard_plugin.trace.batch import EventBatch
 
 Many = Sequence[Any] | Any
 
@@ -97,7 +93,8 @@ def enable(
         recorder.on_first_step = lambda: say_size(writer.bytes_written)
     if settings.check:
         online = OnlineCheck(rank, place, settings.level, settings.check)
-        recorder.on_batch = partial(_check_online, recorder, online)
+        recorder.on_batch = lambda batch: _tell(recorder, online.look(batch))
+        recorder.on_end = lambda: _tell(recorder, online.finish())
     try:
         guard.attach()
     except BaseException:
@@ -159,13 +156,8 @@ class Guard:
         atexit.register(self._close_at_exit)
 
     def _collective_probe(self) -> CollectiveProbe:
-        reducers = [
-            ReducerBuckets(model, self.names.of)
-            for _, model in self.models
-            if isinstance(model, DistributedDataParallel)
-        ]
         owners = [ParameterOwner({**self.names.parameters, **self.names.buffers})]
-        probe = CollectiveProbe(self.recorder, owners=owners, reducers=reducers)
+        probe = CollectiveProbe(self.recorder, owners=owners)
         # Dense axes last: an expert axis with the same ranks does not take their name.
         for axis in sorted(self.layout.axes, key=lambda axis: axis.mesh, reverse=True):
             if axis.size > 1:
@@ -272,9 +264,10 @@ class Guard:
         elif placement is None:
             placement = self.placement(boundary, role, slot, tensor)
         call = self.position.next_call(f"{boundary}:{role}:{slot}")
+        is_number = role == "scalar" and tensor.is_cpu and tensor.numel() == 1
         self.recorder.record(
             boundary, tensor, role=role, slot=slot, phase=phase, operator=operator,
-            placement=placement, call=call,
+            placement=placement, call=call, value=_number_in(tensor) if is_number else None,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -324,9 +317,8 @@ class IdleGuard(Guard):
     placement = close = __exit__ = _nothing  # type: ignore[assignment]
 
 
-def _check_online(recorder: Recorder, online: OnlineCheck, batch: EventBatch) -> None:
-    """Print the first thing that broke in a step, and note all in the trace."""
-    broken = online.look(batch)
+def _tell(recorder: Recorder, broken: Sequence[str]) -> None:
+    """Print the first thing that broke, and note all in the trace."""
     for sentence in broken:
         recorder.note(sentence)
     if broken:

@@ -136,9 +136,13 @@ class OptimizerProbe:
             watched.call = position.next_call(f"{watched.name} steps {first}")
         if owned:
             self._gradients.record_complete([(part.name, part.held) for part in owned])
-        if masters:
-            grads = [(part.name, _grad_of(part)) for part in masters]
-            self._gradients.record_parts(grads, role="main_grad")
+        for role, parts in (
+            ("grad", [part for part in masters if self._lies_in_weight(part)]),
+            ("main_grad", [part for part in masters if not self._lies_in_weight(part)]),
+        ):
+            if parts:
+                grads = [(part.name, _grad_of(part)) for part in parts]
+                self._gradients.record_parts(grads, role=role)
         self._gradients.mark_complete()
         with Snapshot(self._guard, "optimizer") as now:
             self._record_groups(now, watched.name, self._stepping(optimizer), step=True)
@@ -180,20 +184,25 @@ class OptimizerProbe:
     def _record_state(
         self, now: Snapshot, optimizer: Any, owned: list[Part], masters: list[Part]
     ) -> None:
-        now.tensors("master", "master", [(part.name, part.of(part.held)) for part in masters])
+        others = [part for part in masters if not self._lies_in_weight(part)]
+        now.tensors("master", "master", [(part.name, part.of(part.held)) for part in others])
         by_slot: dict[str, list[tuple[str, Tensor]]] = {}
-        others = []
+        numbers = []
         states = self.state_of(optimizer)
         for part in owned + masters:
             for slot, value in leaves_of(states.get(part.held)):
                 if isinstance(value, Tensor):
                     by_slot.setdefault(slot, []).append((part.name, part.of(value)))
                 else:
-                    others.append((part.name, slot, value))
+                    numbers.append((part.name, slot, value))
         for slot, named in by_slot.items():
             now.tensors("optimizer_state", slot, named)
-        for name, slot, value in others:
+        for name, slot, value in numbers:
             now.value(name, "optimizer_state", slot, value)
+
+    def _lies_in_weight(self, part: Part) -> bool:
+        weight = self._guard.names.parameters.get(part.name)
+        return weight is not None and part.lies_in(weight)
 
     def _record_rounded(self, now: Snapshot, masters: list[Part]) -> None:
         """Each master in its weight's dtype, slot `rounded`: what its weight should be.

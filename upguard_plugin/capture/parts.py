@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from upguard_plugin.fingerprint.parts import PLAIN_TYPES
+
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
@@ -36,3 +38,12 @@ class Part:
             return tensor
         flat = tensor.detach().view(-1)[fragment.start : fragment.start + fragment.size]
         return flat if fragment.shape is None else flat.view(fragment.shape)
+
+    def lies_in(self, weight: Tensor) -> bool:
+        """Whether what is held is a stretch of the weight itself: no master of it."""
+        held = self.held
+        if self.fragment is not None or weight.dtype != held.dtype:
+            return False
+        if type(held) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES:
+            return False
+        return weight.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from upguard_plugin.errors import ConfigError, PlacementError
-from upguard_plugin.placement import parse_placement, replicated, resolve_placement
+from upguard_plugin.placement import parse_placement, replicated, resolve_placement, without_dim
 from upguard_plugin.records import ROLES, Axis, Layout, Placement
 
 # Full replicas over an axis called `dp` where nothing else is said. Activations are not: each rank
 # has its own samples.
 STATE_ROLES = frozenset({"param", "grad", "main_grad", "master", "optimizer_state", "buffer"})
+EXPERT_AXES = ("ep", "etp", "edp")  # of the mesh that experts are spread over
+SAMPLES = "b"  # the name of a dim that counts samples
 _GRADIENTS = frozenset({"grad_input", "grad_output"})
 
 
@@ -46,7 +48,8 @@ def layout_of(layout: Layout | Mapping[str, Any] | None, rank: int, world_size: 
                 f"the group of axis {name!r} does not hold this rank",
                 evidence={"rank": rank, "group": list(ranks)},
             )
-        axes.append(Axis(name, len(ranks), ranks.index(rank), ranks))
+        mesh = "expert" if name in EXPERT_AXES else "dense"
+        axes.append(Axis(name, len(ranks), ranks.index(rank), ranks, mesh))
     return Layout(tuple(axes))
 
 
@@ -63,6 +66,7 @@ class Placements:
         self._rules = dict(rules or {})
         self._layout = layout
         self._replicas = any(axis.name == "dp" for axis in layout.axes)
+        self._samples: dict[tuple[str, str, str, torch.Size], tuple[int, Placement] | None] = {}
         self._found: dict[tuple[str, str, str, torch.Size], Placement | None] = {}
         for name, rule in self._rules.items():
             _check(name, rule)
@@ -79,9 +83,28 @@ class Placements:
             self._found[place] = self._find(boundary, role, slot, shape)
         return self._found[place]
 
+    def of_samples(
+        self, boundary: str, role: str, slot: str, shape: torch.Size
+    ) -> tuple[int, Placement] | None:
+        """The dim that counts samples, and where each sample lies in its logical tensor.
+
+        None where no placement is known, or it has no dim `b` or `b[dp]`.
+        Raises PlacementError if the rule does not fit.
+        """
+        place = (boundary, role, slot, shape)
+        if place not in self._samples:
+            spec = self._spec(boundary, role, slot)
+            cut = without_dim(spec, SAMPLES, "dp") if spec is not None and len(shape) else None
+            self._samples[place] = None
+            if cut is not None:
+                dim = cut[0] % len(shape)
+                one = torch.Size([*shape[:dim], *shape[dim + 1 :]])
+                self._samples[place] = dim, self.resolve(cut[1], boundary, one)
+        return self._samples[place]
+
     def unreduced(self, boundary: str) -> tuple[str, ...]:
         """The axes over which a parameter's gradient is a partial sum while it is accumulated."""
-        return ("dp",)
+        return ("dp", "cp")
 
     def resolve(self, spec: str, boundary: str, shape: torch.Size) -> Placement:
         """A spec that was given with the tensor. Raises PlacementError if it does not fit."""

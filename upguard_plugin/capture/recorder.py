@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -77,6 +78,7 @@ class Recorder:
         self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
         self.on_first_step: Callable[[], None] | None = None  # called when it is written
         self.on_batch: Callable[[EventBatch], None] | None = None  # called when one is written
+        self.on_end: Callable[[], None] | None = None  # ... and when all are
         self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
         self._thread = threading.Thread(target=self._drain, name="upguard-writer", daemon=True)
         self._thread.start()
@@ -346,6 +348,7 @@ class Recorder:
         self._send(self._deferred.close())
         self._batches.put(None)
         self._thread.join()
+        self._look(self.on_end)
         self._writer.close(self.failure)
 
     def _send(self, batches: Iterable[EventBatch]) -> None:
@@ -421,15 +424,16 @@ class Recorder:
             elif self.on_first_step is not None:
                 self.on_first_step()
                 self.on_first_step = None
-            self._look(batch)
+            if self.on_batch is not None:
+                self._look(partial(self.on_batch, batch))
 
-    def _look(self, batch: EventBatch) -> None:
-        if self.on_batch is None or self.failure:
+    def _look(self, look: Callable[[], None] | None) -> None:
+        if look is None or self.failure:
             return
         try:
-            self.on_batch(batch)
+            look()
         except Exception as error:  # between us and the training job: only the looking ends
-            self.on_batch = None
+            self.on_batch = self.on_end = None
             self.note(f"the online check ended: {type(error).__name__}: {error}")
 
 

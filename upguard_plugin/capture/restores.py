@@ -137,7 +137,7 @@ class RestoreProbe:
         if not items or not self.recorder.active:
             return
         self._guard.names.refresh()  # `assign` replaces parameters
-        call = self._guard.position.next_call(f"{CHECKPOINT} {OF_RESTORE}")
+        call = self._guard.position.next_call(f"{CHECKPOINT} {OF_RESTORE} {who}")
         with Snapshot(self._guard, "checkpoint", operator="load", call=call) as now:
             now.value(CHECKPOINT, "output", OF_RESTORE, who)
             for item in items:

@@ -172,6 +172,8 @@ def _random(scene: Scene) -> tuple[Kind, str] | None:
     named = key.operator or key.boundary.rpartition(".")[2]
     parted = rng_parted(scene)
     if draws == "unknown" and key.role == "output" and _RANDOM.search(named):
+        if scene.across_layouts:
+            return "rng", "with equal inputs: a layout-dependent random op, ranks draw their own"
         other = parted is not False
         return ("rng", "with equal inputs: it drew other random numbers") if other else None
     if draws == "unknown" and parted and baseline_draws(scene) and not _is_quiet(key):
@@ -214,6 +216,9 @@ def _unsynchronised(scene: Scene) -> tuple[Kind, str] | None:
     if key.phase == "grad_sync" and key.role in ("grad", "main_grad"):
         if len(pairs_of(scene.pairing, key.boundary, ("accumulate",), None)):
             return "collective", "after the gradients were synchronised, not before"
+        if scene.across_layouts and len(pairs_of(scene.pairing, None, ("backward",), None)):
+            # A rank has a share of it, which the other run does not have as such.
+            return "collective", "after the gradients were synchronised; all that flows is equal"
         return None
     if key.phase == "param_sync":
         return "collective", "after the update was shared between ranks, not before"

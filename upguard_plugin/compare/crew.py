@@ -20,6 +20,7 @@ from upguard_plugin.compare.facts import (
     pairing_of,
     sightings_of,
 )
+from upguard_plugin.compare.layouts.logical import LogicalRun
 from upguard_plugin.compare.obstacles import missing_steps
 from upguard_plugin.compare.pieces import Piece, Progress, scan_pieces, shares_of
 from upguard_plugin.compare.ranks import Origin
@@ -141,7 +142,10 @@ class Crew:
     ) -> Divergence:
         seen = origin.seen
         steps = self._pieces[seen.rank].scan.steps
-        world_size = self._runs[0].manifest.world_size
+        world_size = max(run.manifest.world_size for run in self._runs)
+        across_layouts = isinstance(self._runs[0], LogicalRun)
         pairing = pairing_of(steps, seen.step)
-        scene = Scene(steps, seen.step, pairing, seen.finding, world_size, one_program)
+        scene = Scene(
+            steps, seen.step, pairing, seen.finding, world_size, one_program, across_layouts
+        )
         return divergence(origin, scene, decide(scene))

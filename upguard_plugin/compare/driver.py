@@ -42,6 +42,7 @@ class Comparison:
     target: Path
     selection: Selection
     same_program: bool = False
+    exact: bool = False
     verify: bool = False
     noise: tuple[Path, ...] = ()
     ignore: Path | None = None
@@ -55,6 +56,7 @@ class Comparison:
             opened.target,
             opened.selection,
             same_program=self.same_program,
+            exact=self.exact,
             verify=self.verify,
             noise=opened.noise,
             team=team,

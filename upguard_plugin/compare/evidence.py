@@ -31,6 +31,7 @@ class Scene:
     finding: Finding
     world_size: int
     same_program: bool
+    across_layouts: bool = False  # events are those of logical tensors
 
     @property
     def key(self) -> EventKey:

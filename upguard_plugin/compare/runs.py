@@ -18,6 +18,7 @@ from upguard_plugin.compare.describe import event_ref
 from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.layouts.logical import LogicalPair
 from upguard_plugin.compare.layouts.taint import NO_SKETCHES
+from upguard_plugin.compare.layouts.units import cut_otherwise
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
@@ -61,6 +62,7 @@ class _Question:
 
     selection: Selection
     same_program: bool
+    exact: bool
     verify: bool
     noise: tuple[Run, ...]
     progress: Progress
@@ -72,6 +74,7 @@ def compare_runs(
     selection: Selection | None = None,
     *,
     same_program: bool = False,
+    exact: bool = False,
     verify: bool = False,
     noise: Sequence[Run] = (),
     team: Team | None = None,
@@ -81,6 +84,7 @@ def compare_runs(
 
     noise: repeats of the baseline; what differs between it and one of them is left out.
     same_program: take both for runs of the same program, whatever their digests say.
+    exact: sums have no rounding in either run, so that no difference across layouts is rounding.
     verify: decode and check every step, also where digests agree.
     team: the processes that do it together; each of them calls this with the same arguments.
     progress: called after each step with how many ranks are done, in fractions, and of how many.
@@ -89,14 +93,15 @@ def compare_runs(
     """
     team = team or Alone()
     baseline, target, *repeats = (_surveyed(run, team) for run in (baseline, target, *noise))
-    question = _Question(selection or Selection(), same_program, verify, tuple(repeats), progress)
+    selection = selection or Selection()
+    question = _Question(selection, same_program, exact, verify, tuple(repeats), progress)
     refused = refusal(baseline, target)
     if refused:
         skipped = Crew(baseline, target, [], team).num_events_of_others(baseline)
         coverage = _coverage(baseline, target, (), skipped)
         return _verdict(baseline, target, "incomparable", [refused], _NOTHING, coverage)
     refuse_other_runs(baseline, repeats)
-    if not layouts_differ(baseline, target):
+    if not layouts_differ(baseline, target) and not cut_otherwise(baseline, target):
         return _compare(baseline, target, question, team)
 
     def compare_alone() -> list[Verdict]:
@@ -157,7 +162,7 @@ def _compare(
     selection = question.selection
     ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
     request = Request(selection, Settings.of(baseline, target), question.verify)
-    judge = as_it_is if pair is None else pair.taint.judged
+    judge = as_it_is if pair is None or question.exact else pair.taint.judged
     crew = Crew(baseline, target, ranks, team, judge)
     facts = crew.scan(request, question.noise, question.progress)
     one_program = question.same_program or is_same_program(baseline, target)

@@ -16,7 +16,7 @@ import torch
 
 from upguard_plugin.fingerprint.cpu import hash_sweeps
 from upguard_plugin.fingerprint.measure import SCRATCH_BYTES, measure_sweeps
-from upguard_plugin.fingerprint.parts import Part
+from upguard_plugin.fingerprint.parts import PLAIN_TYPES, Part, data_ptr
 from upguard_plugin.fingerprint.rows import Planned, Plans, Rows, sweep_table
 
 
@@ -30,11 +30,31 @@ class DeviceSlots(Protocol):
     def put(self, slot: int, planned: Sequence[Planned], measured: bool, size: int) -> None:
         """Hash a slot's parts; measure them too, with a sketch of `size` buckets, if asked."""
 
+    def put_many(self, slots: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Hash tensors that `is_small` holds of, whole, in one go."""
+
     def take_into(self, pairs: npt.NDArray, measures: npt.NDArray) -> None:
         """Write the rows of this device's slots into the host's tables and forget them."""
 
     def forget(self, first: int) -> None:
         """Drop slot `first` and all later ones."""
+
+
+SMALL_BYTES = 1 << 16  # from here on a tensor is worth a launch of its own
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a device tensor can be hashed together with others: short, plain, whole words."""
+    return (
+        type(tensor) in PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and 0 < tensor.nbytes < SMALL_BYTES
+        and tensor.nbytes % 4 == 0
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized or tensor.is_meta)
+        and tensor.untyped_storage().nbytes() > 0
+        and data_ptr(tensor) % 4 == 0
+    )
 
 
 def device_slots(device: torch.device, sketch_size: int) -> DeviceSlots:
@@ -75,6 +95,11 @@ class CopiedSlots:
         else:
             hash_sweeps(*where, scratch)
         self._slots.append(slot)
+
+    def put_many(self, slots: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        for slot, tensor in zip(slots, tensors, strict=True):
+            part = Part(tensor)
+            self.put(slot, [(part, tensor, ())], measured=False, size=0)
 
     def take_into(self, pairs: npt.NDArray, measures: npt.NDArray) -> None:
         count = len(self._slots)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from upguard_plugin.fingerprint.elements import is_numeric, values_of
 from upguard_plugin.fingerprint.keys import BLOCK_BYTES, FINGERPRINT_PRIME, KEYS_B, keys_a, limbs
+from upguard_plugin.fingerprint.parts import data_ptr
 from upguard_plugin.fingerprint.rows import Planned
 from upguard_plugin.fingerprint.sketch import COLUMN_SIGNS
 from upguard_plugin.fingerprint.sweeps import MAX_DIMS, Sweep
-from upguard_plugin.fingerprint.triton_kernels import hash_blocks, hash_elements
+from upguard_plugin.fingerprint.triton_kernels import hash_blocks, hash_elements, hash_small
 
 CHUNK_SLOTS = 4096
 TABLE_BLOCKS = 1 << 20  # A comes from a table up to 8 GiB, beyond it is computed
@@ -65,6 +66,21 @@ class TritonSlots:
                 job = self._job(tensor, words, measures if has_numbers else None, size)
                 for sweep in sweeps:
                     self._hash(job, sweep, part.offset + sweep.offset)
+
+    def put_many(self, slots: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        rows = []
+        for slot, tensor in zip(slots, tensors, strict=True):
+            words, _ = self._row(len(self._slots))
+            self._slots.append(slot)
+            self._measured.append(0)
+            num_words = tensor.nbytes // 4
+            rows.append((data_ptr(tensor), num_words, data_ptr(words), tensor.itemsize >= 8))
+        self._join_stream()
+        table = torch.tensor(rows, dtype=torch.int64)
+        if self._on_cuda:
+            table = table.pin_memory().to(self._device, non_blocking=True)
+        with torch.cuda.device(self._device) if self._on_cuda else nullcontext():
+            hash_small[(len(rows),)](table, self._keys_b, num_warps=8)
 
     def take_into(self, pairs: npt.NDArray, measures: npt.NDArray) -> None:
         count = len(self._slots)

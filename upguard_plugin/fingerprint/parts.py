@@ -22,6 +22,7 @@ from upguard_plugin.fingerprint.keys import PART_BYTES
 from upguard_plugin.records import Placement
 
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+data_ptr = torch._C.TensorBase.data_ptr  # of torch.Tensor it may be watched by a probe
 
 # Of Transformer Engine's float8 tensors, by attribute: what is kept of a tensor, with its scales.
 # Transposed copies are made of the data when they are wanted.

@@ -21,10 +21,10 @@ from torch import Tensor
 from upguard_plugin.fingerprint import tiles
 from upguard_plugin.fingerprint.cache import cache_note
 from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS, hash_many_sweeps, hash_run, hash_sweeps
-from upguard_plugin.fingerprint.devices import DeviceSlots, device_slots
+from upguard_plugin.fingerprint.devices import DeviceSlots, device_slots, is_small
 from upguard_plugin.fingerprint.keys import FINGERPRINT_PRIME, MASK64
 from upguard_plugin.fingerprint.measure import SCRATCH_BYTES, measure_sweeps
-from upguard_plugin.fingerprint.parts import PLAIN_TYPES, Part, check_host, dense_parts
+from upguard_plugin.fingerprint.parts import PLAIN_TYPES, Part, check_host, data_ptr, dense_parts
 from upguard_plugin.fingerprint.rows import Plans, Rows, has_numbers, sweep_table
 from upguard_plugin.fingerprint.sketch import check_size
 from upguard_plugin.fingerprint.threads import LONG_BYTES, hash_run_parallel
@@ -34,7 +34,6 @@ NOT_COUNTED = -1
 # A view of freed storage has its offset for an address. Below this, as where an allocator's heap
 # follows a program at a low address, the storage is asked.
 LOW_ADDRESS = 1 << 44
-_data_ptr = torch._C.TensorBase.data_ptr  # of torch.Tensor it may be watched by a probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +123,7 @@ class FingerprintQueue:
         first = self._slots
         together = not self._magnitudes and not (sketch and self._sketch_size)
         rows: list[tuple[int, ...]] = []
+        small: dict[torch.device, list[tuple[int, Tensor]]] = {}
         self._reserve(len(tensors))
         try:
             for i, tensor in enumerate(tensors):
@@ -134,6 +134,9 @@ class FingerprintQueue:
                         rows.append((self._slots, address, num_bytes, tensor.itemsize >= 8))
                         self._slots += 1
                         continue
+                if together and placement is None and not tensor.is_cpu and is_small(tensor):
+                    small.setdefault(tensor.device, []).append((self._next_slot(), tensor))
+                    continue
                 self.put(tensor, placement, sketch=sketch)
         except BaseException:
             self._forget(first)
@@ -143,6 +146,9 @@ class FingerprintQueue:
             table[:, [0, 1, 3, 4]] = np.array(rows, np.int64)
             scratch = self._scratch.ctypes.data
             hash_many_sweeps(table.ctypes.data, len(rows), self._pairs.address, scratch)
+        for device, entries in small.items():
+            slots, short = zip(*entries, strict=True)
+            self._slots_of(device).put_many(slots, short)
         return range(first, self._slots)
 
     def put_bytes(self, data: bytes | bytearray | memoryview) -> int:
@@ -183,10 +189,7 @@ class FingerprintQueue:
         planned = self._plans.plan_all(parts, tiles=not measured)
         slot = self._next_slot()
         if not parts[0].tensor.is_cpu:
-            device = parts[0].tensor.device
-            if device not in self._devices:
-                self._devices[device] = device_slots(device, self._sketch_size)
-            self._devices[device].put(slot, planned, measured, size)
+            self._slots_of(parts[0].tensor.device).put(slot, planned, measured, size)
             return slot
         table = sweep_table(slot, planned)
         where, scratch = (
@@ -201,6 +204,11 @@ class FingerprintQueue:
         columns = 2 + self._sketch_size
         measure_sweeps(*where, self._measures.address, columns, size, scratch)
         return slot
+
+    def _slots_of(self, device: torch.device) -> DeviceSlots:
+        if device not in self._devices:
+            self._devices[device] = device_slots(device, self._sketch_size)
+        return self._devices[device]
 
     def _next_slot(self) -> int:
         self._reserve(1)
@@ -230,7 +238,7 @@ def _plain_address(tensor: Tensor) -> int:
         and not tensor.is_neg()
         and not tensor.is_conj()
         and not tensor.is_quantized
-        and (address := _data_ptr(tensor))
+        and (address := data_ptr(tensor))
         and (address >= LOW_ADDRESS or tensor.untyped_storage().nbytes())
     ):
         return address

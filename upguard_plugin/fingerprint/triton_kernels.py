@@ -196,6 +196,30 @@ def hash_blocks(
 
 
 @triton.jit
+def hash_small(table, keys_b):
+    """Many short runs that lie at logical word 0: one program each.
+
+    table: int64 rows of address, number of int32 words, address of the row of the slot, with_sum.
+    """
+    row = table + 4 * tl.program_id(0).to(tl.int64)
+    words = tl.load(row).to(tl.pointer_type(tl.int32))
+    num_words = tl.load(row + 1)
+    out = tl.load(row + 2).to(tl.pointer_type(tl.int64))
+    column = tl.arange(0, WORDS)
+    key_b = tl.load(keys_b + column).to(tl.uint64, bitcast=True)
+    h = tl.zeros([WORDS], tl.uint64)
+    s = tl.zeros([WORDS], tl.uint64)
+    for block in range(tl.cdiv(num_words, WORDS)):
+        position = block * WORDS + column
+        word = tl.load(words + position, mask=position < num_words, other=0)
+        word = word.to(tl.uint32, bitcast=True).to(tl.uint64)
+        h = reduce_once(h + multiply(word, key_a(tl.cast(block, tl.uint64))))
+        s += word
+    s = tl.where(tl.load(row + 3) != 0, s << ((column & 1) * 32).to(tl.uint64), 0)
+    add_to_slot(out, multiply(h, key_b), s, True)
+
+
+@triton.jit
 def place_elements(
     element, start, source, run,
     size0, memory0, logical0, size1, memory1, logical1,

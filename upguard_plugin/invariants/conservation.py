@@ -32,6 +32,7 @@ class DataConserved(Invariant):
     """Collectives that move data, and sums of integers, lose and add nothing."""
 
     name = "data-conserved"
+    needs_one_rank = True  # in groups of one
 
     def look(self, step: StepEvents, found: Findings) -> None:
         for exchange in collectives(step):

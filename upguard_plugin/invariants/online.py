@@ -4,11 +4,14 @@ In:  the rank's batches, as they are written.
 Out: one sentence for each place where an invariant broke first.
 
 Nothing is communicated: what must agree between ranks is checked afterwards, by `upguard check`.
+Those that compare steps with earlier ones look at every step, whatever the interval.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from upguard_plugin.invariants.catalogue import every_invariant
 from upguard_plugin.invariants.events import KeyTables, RankEvents, StepEvents
@@ -34,16 +37,27 @@ class OnlineCheck:
 
     def look(self, batch: EventBatch) -> list[str]:
         """What broke in this step and in none before, in order."""
-        if batch.step % self.interval:
-            return []
+        is_due = batch.step % self.interval == 0
         events = RankEvents(self.rank, self.layout, batch, self._tables, self.level)
         step = StepEvents(batch.step, {self.rank: events})
         new: list[Break] = []
         for invariant, findings in self._found:
-            known = set(findings.broken)
-            invariant.look(step, findings)
-            new += [one for place, one in findings.broken.items() if place not in known]
+            if is_due or invariant.remembers:
+                new += _new(findings, partial(invariant.look, step))
         return [_sentence(one) for one in in_order(new)]
+
+    def finish(self) -> list[str]:
+        """What only the whole run could tell, in order."""
+        new = [
+            one for invariant, findings in self._found for one in _new(findings, invariant.finish)
+        ]
+        return [_sentence(one) for one in in_order(new)]
+
+
+def _new(findings: Findings, look: Callable[[Findings], None]) -> list[Break]:
+    known = set(findings.broken)
+    look(findings)
+    return [one for place, one in findings.broken.items() if place not in known]
 
 
 def _sentence(found: Break) -> str:

@@ -106,6 +106,8 @@ class EvalLeavesWeights(Invariant):
     """
 
     name = "eval-leaves-weights"
+    needs_one_rank = True
+    remembers = True
 
     def __init__(self) -> None:
         self._updated: dict[tuple[int, str], _Value] = {}
@@ -224,6 +226,8 @@ class WeightsMove(Invariant):
     """
 
     name = "weights-move"
+    needs_one_rank = True
+    remembers = True
 
     def __init__(self) -> None:
         self._updates: dict[tuple[int, str], _Updates] = {}

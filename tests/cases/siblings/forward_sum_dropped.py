@@ -11,7 +11,10 @@ from torch import Tensor
 
 import upguard_plugin
 from tests.cases.case import Case
-from tests.cases.layouts import ExactGPT, Leave, exact_batches, weighted_sum
+from tests.tx.mesh import Mesh
+from tests.tx.model import ExactGPT
+from tests.tx.regions import Leave
+from tests.tx.training import exact_batches, weighted_sum
 
 
 class Dropping(Leave):
@@ -21,9 +24,10 @@ class Dropping(Leave):
 
 
 def train(variant: str, config: Mapping[str, Any]) -> None:
-    model = ExactGPT(tp=2)
+    mesh = Mesh(tp=2)
+    model = ExactGPT(mesh)
     if variant == "target":
-        model.blocks[0].attn.leave = Dropping(2, False)
+        model.blocks["0"].attn.leave = Dropping(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8)
     with upguard_plugin.enable(model, optimizer, config) as guard:
         for tokens, weights in exact_batches(num=1):

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.distributed import ProcessGroup, Work
 from torch.utils._python_dispatch import _disable_current_modes
 
-from upguard_plugin.capture.collectives.buckets import ReducerBuckets
 from upguard_plugin.capture.collectives.caller import Caller, find_caller
 from upguard_plugin.capture.collectives.groups import Groups, Member
 from upguard_plugin.capture.collectives.owners import OwnerOf
@@ -36,6 +35,14 @@ _PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
 _BEFORE_BACKWARD = ("start", "data", "forward", "loss")
 _UP_TO_BACKWARD = (*_BEFORE_BACKWARD, "backward", "recompute", "accumulate")
 _GRADIENT_ENDS = (".grad", ".main_grad")  # how a buffer's owner says that it holds gradients
+
+
+class Reducer(Protocol):
+    """Names the buffers that C++ launches in backward, in the order in which it launches them."""
+
+    def attach(self) -> None: ...
+    def detach(self) -> None: ...
+    def name_next(self, tensor: torch.Tensor) -> str | None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -59,15 +66,14 @@ class CollectiveProbe:
         recorder: Recorder,
         *,
         owners: Sequence[OwnerOf] = (),
-        reducers: Sequence[ReducerBuckets] = (),
     ) -> None:
-        """owners: who can name a buffer. reducers: of the models that DDP wraps."""
+        """owners: who can name a buffer."""
         self.recorder = recorder
         self.groups = Groups()
         self.owners = list(owners)
         # Adapters that know of buffers with padding, or whose parts are not in rank order.
         self.placers: list[Callable[[torch.Tensor], Placement | None]] = []
-        self._reducers = tuple(reducers)
+        self._reducers: list[Reducer] = []
         self._works = Works()
         self._library: torch.library.Library | None = None
         self._functional: torch.library.Library | None = None
@@ -76,6 +82,12 @@ class CollectiveProbe:
     def in_use(cls) -> bool:
         """Whether a probe of this process is attached."""
         return cls._attached is not None
+
+    def add_reducer(self, reducer: Reducer) -> None:
+        """Have the buckets of a model's reducer named, as long as this probe is attached."""
+        self._reducers.append(reducer)
+        if CollectiveProbe._attached is self:
+            reducer.attach()
 
     def attach(self) -> None:
         """Begin to watch. Raises UsageError if another probe of this process is attached."""

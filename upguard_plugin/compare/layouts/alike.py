@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from math import isclose
 
 from upguard_plugin.compare.layouts.merge import LogicalEvent, Name
+from upguard_plugin.compare.layouts.samples import OTHER_GROUPS, is_of_a_sample
+from upguard_plugin.compare.layouts.shares import ROUNDED, is_rounding
 from upguard_plugin.compare.layouts.units import Place, Units
 from upguard_plugin.trace.batch import NONE
 
 _OTHER_SHARES = "gradients are added up over other micro-batches on each rank"
-_OTHER_GROUPS = "the runs put the same samples into other micro-batches"
 _OTHER_SCALE = "each run divides the loss of a micro-batch by its own number of micro-batches"
 _OTHER_DIMS = "the layouts hold the dims in another order"
 
@@ -25,14 +26,30 @@ def not_alike(baseline: Events, target: Events, units: Units) -> dict[Name, str]
     """Why events are not compared, by name."""
     lost = dict.fromkeys(_transposed(baseline, target), _OTHER_DIMS)
     names = baseline.keys() | target.keys()
-    if units.baseline != units.target:
+    if not units.same_order:
         lost |= {name: _OTHER_SHARES for name in names if name[0][0] == "accumulate"}
-    if _is_scaled(baseline, target, _num_each(units.baseline), _num_each(units.target)):
+    counts = (_num_each(units.baseline.number), _num_each(units.target.number))
+    if _is_scaled(baseline, target, *counts):
         lost |= {name: _OTHER_SCALE for name in names if name[0][0] in ("loss", "backward")}
-    if units.same_samples:  # else a batch that has no partner is the divergence
-        common = units.common | {NONE}
-        lost |= {name: _OTHER_GROUPS for name in names if name[1] not in common}
-    return lost
+    of_units = (n for n in names if n[1] in units.joined and not is_of_a_sample(*n[0][2:4]))
+    lost |= {n: OTHER_GROUPS for n in of_units if not _is_one_tensor(n, baseline, target)}
+    rounded = (n for n in baseline.keys() & target.keys() if _is_rounded(baseline[n], target[n]))
+    return lost | dict.fromkeys(rounded, ROUNDED)
+
+
+def _is_one_tensor(name: Name, baseline: Events, target: Events) -> bool:
+    """Whether both runs have a tensor of one shape for all samples of a unit: an expert's, say."""
+    if name not in baseline or name not in target:
+        return False
+    return baseline[name].key.shape == target[name].key.shape
+
+
+def _is_rounded(one: LogicalEvent, other: LogicalEvent) -> bool:
+    """Whether the numbers are sums of other shares, and differ by their rounding only."""
+    if one.num_shares == other.num_shares or one.number is None or other.number is None:
+        return False
+    num_shares = max(one.num_shares, other.num_shares)
+    return is_rounding(one.number, other.number, num_shares, one.key.dtype)
 
 
 def _transposed(baseline: Events, target: Events) -> Iterator[Name]:
@@ -52,6 +69,8 @@ def _is_scaled(baseline: Events, target: Events, num_baseline: int, num_target: 
     if 0 in (num_baseline, num_target) or num_baseline == num_target:
         return False
     for name in baseline.keys() & target.keys():
+        if max(baseline[name].num_shares, target[name].num_shares) > 1:
+            continue  # sums over all micro-batches
         numbers = baseline[name].number, target[name].number
         if name[0][0] == "loss" and numbers[0] is not None and numbers[1] is not None:
             scaled = (numbers[0] * num_baseline, numbers[1] * num_target)

@@ -19,7 +19,7 @@ from upguard_plugin.compare.layouts.merge import LogicalEvent
 _BASE = 256.0
 _BASE_OF_16_BITS = 4.0
 _EPSILON_OF_16_BITS = 2.0**-10  # of float16, the finer of the two
-_LARGEST = 1 / 4  # what is farther apart is no rounding, however deep
+_LARGEST = 3 / 8  # what is farther apart is no rounding, however deep
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,8 @@ class LogicalPair:
         indexes = [{r: dp_index(layout) for r, layout in side.items()} for side in self._layouts]
         units = Units(batches[0], batches[1], (indexes[0], indexes[1]))
         merged = [
-            merge_step(batches[0], self._layouts[0], units.baseline),
-            merge_step(batches[1], self._layouts[1], units.target),
+            merge_step(batches[side], self._layouts[side], places, units.joined, units.in_line)
+            for side, places in enumerate((units.baseline, units.target))
         ]
         lost = dict(merged[0].left_out) | dict(merged[1].left_out)
         lost |= not_alike(merged[0].events, merged[1].events, units)

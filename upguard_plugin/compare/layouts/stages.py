@@ -19,6 +19,7 @@ _CHUNK = re.compile(r"model(\d+)")
 _ROOT = "(root)"  # the name of a model that is the only one
 _ENTRIES = ("input", "grad_output")
 _BATCHES = ("data", "sample")
+_END_OF = {"input": 0, "grad_input": 0, "output": 1, "grad_output": 1}  # first or last place
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,6 +37,9 @@ class RankStages:
         stage, chunks = layout.axis("pp"), layout.axis("vpp")
         self._stage = 0 if stage is None else stage.index
         self._is_chunked = chunks is not None and chunks.size > 1
+        num_stages = 1 if stage is None else stage.size
+        num_chunks = chunks.size if chunks is not None and self._is_chunked else 1
+        self._ends = (Place(0, 0), Place(num_chunks - 1, num_stages - 1))
         self._chunk = 0
         self._first_calls: dict[tuple[str, int, int], int] = {}
 
@@ -53,3 +57,8 @@ class RankStages:
                 self._chunk = int(chunk[1])
         first = self._first_calls.setdefault((key.boundary, microbatch, self._chunk), call)
         return Place(self._chunk, self._stage), boundary, call - first
+
+    def is_between(self, place: Place, boundary: str, role: str) -> bool:
+        """Whether it is what one part of the model gives to the next: no end of the whole one."""
+        end = _END_OF.get(role)
+        return boundary == _ROOT and end is not None and place != self._ends[end]
