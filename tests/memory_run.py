@@ -123,6 +123,9 @@ class MemoryManifest:
     fingerprint_version: int = 1
     notes: tuple = ()
 
+    def missing_ranks(self, found) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.world_size) if rank not in found)
+
 
 class MemoryRun:
     """A run whose batches are in memory. `batches[rank]` is a list, one batch a step."""
@@ -131,6 +134,7 @@ class MemoryRun:
         self.path = Path("runs") / name
         self.batches = {rank: {b.step: b for b in listed} for rank, listed in batches.items()}
         self.ranks = tuple(sorted(batches))
+        self.listed_ranks = self.ranks
         self.missing_ranks = tuple(missing)
         self.attempts = ()
         manifest.setdefault("world_size", len(batches) + len(missing))
@@ -139,6 +143,9 @@ class MemoryRun:
         self._ends = ends or {}
         self._layouts = layouts or {}
         self.num_reads = 0
+
+    def has_trace(self, rank):
+        return rank in self.batches
 
     def layout(self, rank):
         return self._layouts.get(rank, Layout())

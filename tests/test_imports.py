@@ -18,6 +18,7 @@ FOLDERS = {
 # Files that are a part of another name. What is not listed is a part of its own first name.
 PART_OF = {
     "check_report": "records",
+    "cli_options": "cli",
     "errors": "records",
     "verdict": "records",
     "placement": "records",

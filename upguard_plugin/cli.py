@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
 import click
 
 from upguard_plugin import __version__
+from upguard_plugin.cli_options import Verbs, output_options, selection_options, write_report
 from upguard_plugin.errors import (
     EXIT_DIVERGENT,
     EXIT_IDENTICAL,
@@ -27,62 +28,15 @@ from upguard_plugin.errors import (
     UsageError,
 )
 
-Verb = TypeVar("Verb", bound=Callable[..., Any])
-
 EXIT_INTERRUPTED = 130  # what shells give for Ctrl-C
 
 
-class _Failure(click.ClickException):
-    """An error of ours, as click shows it: the message alone."""
-
-    def __init__(self, error: UpGuardError) -> None:
-        super().__init__(str(error))
-        self.exit_code = error.exit_code  # type: ignore[misc]  # click asks the instance
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(self.message, file=file, err=True)
-
-
-class _Verbs(click.Group):
-    """Gives a verb's exit code and our errors to whoever runs the command: shell or test."""
-
-    def invoke(self, ctx: click.Context) -> None:
-        try:
-            ctx.exit(super().invoke(ctx))
-        except UpGuardError as error:
-            raise _Failure(error) from error
-
-
 @click.group(
-    cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
 @click.version_option(__version__, prog_name="upguard")
 def upguard() -> None:
     """Compare two training runs bit by bit and name the first operation where they differ."""
-
-
-def output_options(verb: Verb) -> Verb:
-    """--format, --output, --quiet, --verbose: how a verb reports."""
-    for option in (
-        click.option("--verbose", is_flag=True, help="Say more: every rank, every note."),
-        click.option("--quiet", is_flag=True, help="Print nothing; the exit code is the answer."),
-        click.option("--output", type=click.Path(dir_okay=False), help="Write the report here."),
-        click.option("--format", "form", type=click.Choice(["text", "json"]), default="text"),
-    ):
-        verb = option(verb)
-    return verb
-
-
-def selection_options(verb: Verb) -> Verb:
-    """--steps, --ranks, --modules, --roles: which events a verb looks at."""
-    for option in (
-        click.option("--roles", metavar="LIST", help="Only these roles: param,grad."),
-        click.option("--modules", metavar="GLOB", help="Only boundaries like blocks.*.mlp,head."),
-        click.option("--ranks", metavar="LIST", help="Only these ranks: 0,2-5."),
-        click.option("--steps", metavar="LIST", help="Only these steps: 4-6,10 or 4-."),
-    ):
-        verb = option(verb)
-    return verb
 
 
 @upguard.command()
@@ -308,27 +262,6 @@ def demo(fault: str, only_list: bool, output: str | None, form: str) -> int:
     lines = [findings_json(findings)] if form == "json" else map(finding_text, findings)
     write_report(lines, None, False)
     return EXIT_IDENTICAL if all(finding.is_right for finding in findings) else EXIT_DIVERGENT
-
-
-def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:
-    """Print the lines, or write them to the file `output`.
-
-    Raises UsageError if the file cannot be written.
-    """
-    if quiet and output is None:
-        return
-    if output is None:
-        for line in lines:
-            click.echo(line)
-        return
-    try:
-        with Path(output).open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write the report to {output}: {error.strerror}",
-            remedy="name another file with --output",
-        ) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

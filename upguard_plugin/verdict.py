@@ -132,6 +132,29 @@ class Divergence(Model):
     explanation: str = Field(description="one sentence")
 
 
+class Reached(Model):
+    """A boundary that the difference reached, as the baseline has it."""
+
+    microbatch: int | None
+    phase: str
+    boundary: str
+    operator: str | None
+    role: str
+    slot: str
+    call: int
+    distance: Distance | None = Field(description="null: no sketches were recorded")
+
+
+class Spread(Model):
+    """How the difference spread on one rank, inside of its first divergent step."""
+
+    rank: int
+    step: int
+    boundaries: list[Reached] = Field(
+        description="the first divergence, then what differs behind it; each value once"
+    )
+
+
 class Tainted(Model):
     """The region in which sums were taken in another order. Set across layouts only."""
 
@@ -184,6 +207,9 @@ class Verdict(Model):
     concurrent: list[Divergence] = Field(description="further minimal divergences")
     tainted: Tainted | None
     per_rank: list[Divergence] = Field(description="the first divergence of each rank")
+    spread: list[Spread] = Field(
+        default_factory=list, description="one per rank that differs, in the order of the step"
+    )
     certified: Certified
     coverage: Coverage
     notes: list[str] = Field(description="of an incomparable verdict, the first is the reason")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from upguard_plugin.capture.collectives import CollectiveProbe
-from upguard_plugin.capture.guard import Guard, Probe, enable
+from upguard_plugin.capture.guard import Guard, enable
 from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.names import ParameterNames
+from upguard_plugin.capture.probe import Probe
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.integrations.deepspeed.buckets import Buffers
 from upguard_plugin.integrations.deepspeed.layout import find_layout, zero_axes

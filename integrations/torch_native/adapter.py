@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from upguard_plugin.capture import guard as core
-from upguard_plugin.capture.guard import Guard, Probe
+from upguard_plugin.capture.guard import Guard
 from upguard_plugin.capture.names import Rename
 from upguard_plugin.capture.placements import Placements, layout_of
+from upguard_plugin.capture.probe import Probe
 from upguard_plugin.capture.run import find_rank
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.integrations.torch_native.checkpoints import DistributedCheckpoints

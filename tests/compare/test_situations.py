@@ -783,3 +783,32 @@ def test_another_implementation_of_the_optimizer_counts_only_if_its_weights_diff
     assert answer(harmless) == "0 - start optimizer.group0.foreach scalar structure"
     assert answer(elsewhere) == "0 0 forward fc1 output forward"
     assert answer(wrong) == "0 - start optimizer.group0.foreach scalar optimizer"
+
+
+def test_an_argument_passed_by_keyword_is_the_same_argument_and_structure():
+    """So it is with the first of several outputs, where the baseline has one."""
+    keyword = edited(MLP, ("0  input   core/args.0", "0 input core/kwargs.x"))
+    one, several = (
+        edited(MLP, ("0  output  fc1/out ", f"0 output fc1/{s} ")) for s in ("0", "out.0")
+    )
+
+    verdict = compared(MLP, keyword)
+
+    assert answer(verdict) == "0 0 forward core input structure"
+    assert (verdict.coverage.unmatched_baseline, verdict.coverage.unmatched_target) == (0, 0)
+    assert answer(compared(one, several)) == "0 0 forward fc1 output structure"
+    assert (
+        answer(compared(MLP, behind(keyword, "forward 0 output core/out")))
+        == "0 0 forward core output forward"
+    )
+
+
+def test_another_argument_of_a_call_is_no_partner():
+    """Two masks by other keywords are two arguments, whatever their values."""
+    other = edited(MLP, ("core/kwargs.mask     m ", "core/kwargs.bias n "))
+    other = edited(other, ("core/kwargs.mask gm", "core/kwargs.bias gn"))
+
+    verdict = compared(MLP, other)
+
+    assert answer(verdict) == "0 0 forward core input structure"
+    assert (verdict.coverage.unmatched_baseline, verdict.coverage.unmatched_target) == (2, 2)

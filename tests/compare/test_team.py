@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.memory_run import MemoryRun, replace, written
 from tests.toy_training import flip, train
 from upguard_plugin.cli import main
+from upguard_plugin.compare import crew
 from upguard_plugin.compare.pieces import shares_of
 from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.compare.team import Part, joined
@@ -71,7 +72,7 @@ def test_the_work_is_divided_without_rest_or_repetition(ranks, size, num_steps):
         (share.rank, step)
         for index in range(size)
         for share in shares_of(ranks, index, size)
-        for step in share.steps(range(num_steps))
+        for step in range(num_steps)[share.part_of(num_steps)]
     ]
 
     assert done == [(rank, step) for rank in ranks for step in range(num_steps)]
@@ -170,6 +171,36 @@ def test_equal_steps_are_read_once_whatever_the_number_of_processes():
     assert baseline.num_reads == target.num_reads == 2 * 8
 
 
+class Watched(MemoryRun):
+    """Counts who is asked for."""
+
+    def asked(self, rank):
+        self.__dict__.setdefault("looks", []).append(rank)
+        return rank
+
+    def has_trace(self, rank):
+        return super().has_trace(self.asked(rank))
+
+    def end(self, rank):
+        return super().end(self.asked(rank))
+
+    def layout(self, rank):
+        return super().layout(self.asked(rank))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_rank_is_looked_at_by_one_process_once(size):
+    runs = [
+        Watched({r: list(b.values()) for r, b in train(num_steps=2, world=7).batches.items()}, name)
+        for name in ("baseline", "target")
+    ]
+
+    answers = together(size, *runs)
+
+    assert {answer.verdict for answer in answers} == {"identical"}
+    assert [sorted(run.looks) for run in runs] == [sorted([*range(7)] * 3)] * 2
+
+
 class Damaged(MemoryRun):
     def read(self, rank, step, *, verify=False):
         if (rank, step) == (1, 3):
@@ -266,3 +297,17 @@ def test_an_incomplete_rank_is_said_by_all():
 
     assert answers == [compare_runs(baseline, target)] * 3
     assert answers[0].verdict == "incomparable"
+
+
+def test_what_is_read_again_gives_the_same_answer(monkeypatch):
+    """Nothing but the rank in use stays in memory."""
+    toy = {"world": 4, "num_steps": 3, "collectives": True}
+    baseline = train(**toy)
+    target = train(**toy, fault=flip("1/0/forward/head/output"), name="target")
+    kept = compare_runs(baseline, target)
+    monkeypatch.setattr(crew, "_MOST_KEPT", 0)
+    num_reads = baseline.num_reads
+
+    assert compare_runs(baseline, target) == kept
+    assert baseline.num_reads - num_reads > num_reads
+    assert kept.first_divergence.ranks == [0, 1, 2, 3]

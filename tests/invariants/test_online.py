@@ -132,7 +132,7 @@ def test_a_check_that_fails_does_not_reach_the_training(tmp_path):
 
     writer = Writer()
     recorder = Recorder(writer, FingerprintQueue())
-    recorder.on_batch = fails
+    recorder.writing.on_batch = fails
     for _ in range(2):
         recorder.record("x", torch.ones(2), role="output")
         recorder.finish_step()

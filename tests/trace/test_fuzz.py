@@ -21,6 +21,7 @@ from upguard_plugin.trace.index import HEADER, RECORD
 from upguard_plugin.trace.manifest import Manifest, write_manifest
 from upguard_plugin.trace.reader import open_trace
 from upguard_plugin.trace.run_directory import claim_run_directory, run_id_of
+from upguard_plugin.trace.tensors import read_tensors, write_tensors
 from upguard_plugin.trace.writer import RankWriter
 
 NUM_STEPS = 3
@@ -102,6 +103,46 @@ def test_a_mutated_file_gives_the_right_events_or_an_error(original, file, steps
         path = (run / "rank00000" / file).resolve()
         path.write_bytes(mutate(path.read_bytes(), steps))
         read_or_refuse(run)
+
+
+DUMP = {
+    "out": np.arange(12.0).reshape(3, 4),
+    "args.0": np.ones((2, 2), np.float16),
+    "n": np.array(7),
+}
+
+
+@settings(max_examples=NUM_EXAMPLES, deadline=None, derandomize=True)
+@given(steps=mutations)
+def test_a_mutated_dump_gives_the_right_arrays_or_an_error(steps):
+    with tempfile.TemporaryDirectory() as scratch:
+        write_tensors(Path(scratch), "step1", DUMP)
+        (path,) = (Path(scratch) / "tensors").iterdir()
+        path.write_bytes(mutate(path.read_bytes(), steps))
+        try:
+            found = read_tensors(Path(scratch), "step1")
+        except UpGuardError as error:
+            assert error.remedy
+            return
+        assert found.keys() == DUMP.keys()
+        assert all(np.array_equal(found[name], DUMP[name]) for name in DUMP)
+
+
+@settings(max_examples=NUM_EXAMPLES, deadline=None, derandomize=True)
+@given(
+    name=st.text(min_size=1) | st.sampled_from(["..", "../../x", "/etc/passwd", "a\0b", ".", "~"])
+)
+def test_a_dump_of_any_name_stays_in_its_folder(name):
+    with tempfile.TemporaryDirectory() as scratch:
+        rank = Path(scratch) / "run" / "rank00000"
+        rank.mkdir(parents=True)
+        try:
+            write_tensors(rank, name, DUMP)
+        except UnicodeEncodeError:  # half a character: no name of a module
+            return
+        (path,) = (path for path in Path(scratch).rglob("*") if path.is_file())
+        assert path.parent == rank / "tensors"
+        assert read_tensors(rank, name).keys() == DUMP.keys()
 
 
 json_values = st.recursive(

@@ -15,23 +15,22 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from upguard_plugin.capture.names import clean_name
 from upguard_plugin.capture.pauses import paused
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.restores import RestoreProbe
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot, readable
+from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.capture.tensors import MAX_DEPTH, tensors_in
 from upguard_plugin.capture.wraps import wrap
 from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.records import CHECKPOINT, OF_FILE, OF_FOLDER, OF_STATE
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
 
 _PLAIN = (bool, int, float, str, type(None))
 _SEARCHED_DEPTH = 4  # of an object, for the state dict of a model or an optimizer
@@ -43,11 +42,12 @@ class CheckpointProbe:
 
     _attached: ClassVar[CheckpointProbe | None] = None
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Host, states: StateProbe) -> None:
         self.recorder = guard.recorder
         self._guard = guard
         self._thread = threading.get_ident()
-        self._restores = RestoreProbe(guard)
+        self._states = states
+        self._restores = RestoreProbe(guard, states)
         self._undo: list[Callable[[], None]] = []
         self._step_of_state = -1  # the last step in which a `torch.save` has recorded the state
 
@@ -114,7 +114,7 @@ class CheckpointProbe:
         """
         if not self.recorder.active:
             return
-        states, position = self._guard.states, self._guard.position
+        states, position = self._states, self._guard.position
         call = position.next_call(f"{CHECKPOINT} state {operator}")
         chosen = (True, optimizers, generators)
         records = (states.record_weights, states.record_optimizers, states.record_generators)

@@ -12,18 +12,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
 from upguard_plugin.capture.gradients import GradientProbe, NamedParameter
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
 
 Name = Callable[[Tensor], str | None]
 
@@ -71,7 +69,7 @@ class Replacement:
 class ClippingProbe:
     """Watches what happens to complete gradients before the optimizer uses them."""
 
-    def __init__(self, guard: Guard, gradients: GradientProbe, name_of: Name) -> None:
+    def __init__(self, guard: Host, gradients: GradientProbe, name_of: Name) -> None:
         """name_of: the boundary of a parameter or master; None: not of this run."""
         self.recorder = guard.recorder
         self._guard = guard
@@ -85,6 +83,8 @@ class ClippingProbe:
         replace: list[tuple[Any, str, Any, Any]] = [
             (clip_grad, "_get_total_norm", self._before_norm, self._after_norm),
             (clip_grad, "_clip_grads_with_norm_", None, self._after_clip),
+            # `clip_grad_value_` calls this first; what it leaves shows before the optimizer's step.
+            (clip_grad, "_group_tensors_by_device_and_dtype", self._before_norm, None),
             (GradScaler, "scale", self._before_scale, None),
             (GradScaler, "unscale_", self._before_unscale, self._after_unscale),
         ]
@@ -105,7 +105,7 @@ class ClippingProbe:
 
     @shielded
     def _before_norm(self, *_args: Any, **_kwargs: Any) -> None:
-        # The norm is asked for gradients; whose they are shows after it, in `_after_clip`.
+        # It is about gradients; whose they are shows after it, in `_after_clip`.
         if self.recorder.active and not self._gradients.complete:
             self._gradients.record_complete(list(self._guard.names.parameters.items()))
             self._gradients.mark_complete()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,18 +19,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from upguard_plugin.capture.names import WRAPPERS, is_wrapper
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import Hook, out_of_sight, shielded
 from upguard_plugin.capture.snapshot import readable
 from upguard_plugin.capture.tensors import tensors_in
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
 
 
 class DataProbe:
     """Records batches. An adapter whose models receive activations sets `from_inputs` to False."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Host) -> None:
         self.recorder = guard.recorder
         self.from_inputs = True
         self.num_samples: int | None = None  # of the last batch; None where none was seen

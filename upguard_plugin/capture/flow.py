@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.trace.batch import NONE
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.boundaries import Boundary
-    from upguard_plugin.capture.guard import Guard
     from upguard_plugin.capture.modules import Call
     from upguard_plugin.records import Placement
 
@@ -58,7 +58,7 @@ class Seen:
 class Flow:
     """The tensors of the current step that crossed a boundary, by object."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Host) -> None:
         self.recorder = guard.recorder
         self._guard = guard
         self._by_sample = guard.config.samples

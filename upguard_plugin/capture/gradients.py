@@ -11,22 +11,20 @@ None before it: somebody cleared it in between.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot, readable
 from upguard_plugin.records import Placement
 from upguard_plugin.trace.batch import NONE
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
 
 NamedParameter = tuple[str, Tensor]
 
@@ -34,7 +32,7 @@ NamedParameter = tuple[str, Tensor]
 class GradientProbe:
     """Watches the gradients of parameters."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Host) -> None:
         self.recorder = guard.recorder
         self._guard = guard
         # At level stage gradients are seen in the collectives that sum them, and nowhere else.
@@ -44,6 +42,10 @@ class GradientProbe:
         self._accumulated: set[str] = set()  # parameters, in this step
         self._partial: dict[tuple[Placement, tuple[str, ...]], Placement] = {}
         self._complete = False  # gradients were recorded since the last accumulation
+        # What an adapter knows of gradients that a step finds: the part that is valid here.
+        self.main_grads_at_rest: Callable[[Sequence[NamedParameter]], list[tuple[str, Tensor]]] = (
+            _main_grads_of
+        )
 
     def watch(self, parameters: Iterable[NamedParameter]) -> None:
         """Attach to trainable parameters that are not watched yet; forget those that are gone."""
@@ -73,7 +75,7 @@ class GradientProbe:
         if self._is_off:
             return
         now.tensors("grad", "grad", _grads_of(parameters))
-        now.tensors("main_grad", "main_grad", _main_grads_of(parameters))
+        now.tensors("main_grad", "main_grad", self.main_grads_at_rest(parameters))
 
     def record_complete(
         self,
@@ -209,7 +211,12 @@ def _is_expected(parameter: Tensor) -> bool:
 
 
 def _grads_of(parameters: Iterable[NamedParameter]) -> list[tuple[str, Tensor]]:
-    return [(name, p.grad) for name, p in parameters if p.grad is not None]
+    """Gradients but those that are `main_grad` by another name."""
+    return [
+        (name, p.grad)
+        for name, p in parameters
+        if p.grad is not None and p.grad is not getattr(p, "main_grad", None)
+    ]
 
 
 def _main_grads_of(parameters: Iterable[NamedParameter]) -> list[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from upguard_plugin.capture.names import Models, ParameterNames, Rename
 from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements, layout_of
 from upguard_plugin.capture.position import Position
+from upguard_plugin.capture.probe import Probe
 from upguard_plugin.capture.recorder import Recorder
 from upguard_plugin.capture.run import find_rank, first_recorded_rank, open_run, say, say_size
 from upguard_plugin.capture.shield import shielded
@@ -45,13 +46,6 @@ from upguard_plugin.invariants.online import OnlineCheck
 from upguard_plugin.records import PHASES, ROLES, Layout, Placement
 
 Many = Sequence[Any] | Any
-
-
-class Probe(Protocol):
-    """Something that is hooked into the training, and can be taken out without a trace."""
-
-    def attach(self) -> None: ...
-    def detach(self) -> None: ...
 
 
 def enable(
@@ -90,11 +84,11 @@ def enable(
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     if rank == first_recorded_rank(settings, world_size):
-        recorder.on_first_step = lambda: say_size(writer.bytes_written)
+        recorder.writing.on_first_step = lambda: say_size(writer.bytes_written)
     if settings.check:
         online = OnlineCheck(rank, place, settings.level, settings.check)
-        recorder.on_batch = lambda batch: _tell(recorder, online.look(batch))
-        recorder.on_end = lambda: _tell(recorder, online.finish())
+        recorder.writing.on_batch = lambda batch: _tell(recorder, online.look(batch))
+        recorder.writing.on_end = lambda: _tell(recorder, online.finish())
     try:
         guard.attach()
     except BaseException:
@@ -130,7 +124,8 @@ class Guard:
         self.placements = placements
         self.states = StateProbe(self)
         self.batches = DataProbe(self)
-        self.checkpoints = CheckpointProbe(self)  # adapters say there what they know of formats
+        # Adapters say there what they know of formats.
+        self.checkpoints = CheckpointProbe(self, self.states)
         self.mark: str | None = None  # what an adapter says of the step that ends, see `step`
         self._begun = False  # whether the state at the start of this step has been recorded
         self._closed = False

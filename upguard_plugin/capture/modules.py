@@ -13,20 +13,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from upguard_plugin.capture.boundaries import Boundary, find_boundaries
 from upguard_plugin.capture.flow import Flow
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.recompute import RecomputeCalls, Region
 from upguard_plugin.capture.rng import look
 from upguard_plugin.capture.shield import Hook, out_of_sight, shielded
 from upguard_plugin.capture.tensors import Leaves, arguments_in, tensors_in
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
 
 
 @dataclass(slots=True)
@@ -46,7 +44,7 @@ class Call:
 class ModuleProbe:
     """Watches the modules of all models."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Host) -> None:
         self.recorder = guard.recorder
         self._guard = guard
         self._position = guard.position

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +28,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from upguard_plugin.capture.clipping import Replacement
 from upguard_plugin.capture.gradients import GradientProbe, NamedParameter
 from upguard_plugin.capture.parts import Fragment, Part
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
 from upguard_plugin.capture.tensors import tensors_in
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
-
 
 Groups = Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]  # each with its parameters
 
@@ -52,7 +49,7 @@ class OptimizerProbe:
     """Watches the steps of optimizers."""
 
     def __init__(
-        self, guard: Guard, gradients: GradientProbe, on_update: Callable[[Sequence[str]], None]
+        self, guard: Host, gradients: GradientProbe, on_update: Callable[[Sequence[str]], None]
     ) -> None:
         """on_update: called with the names of the parameters that a step has just written."""
         self.recorder = guard.recorder

@@ -9,12 +9,9 @@ of the queue, so nothing waits for a device before the step ends.
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,8 +20,10 @@ from upguard_plugin.capture.deferred import DeferredRows, Ticket
 from upguard_plugin.capture.dumps import Dumps
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.rows import Rows, Wire
-from upguard_plugin.capture.storages import Storage, Storages, extent_of, look
+from upguard_plugin.capture.slots import Entry, Slots
+from upguard_plugin.capture.storages import Storage, Storages, extent_of
 from upguard_plugin.capture.tensors import as_bytes
+from upguard_plugin.capture.writing import Writer, WritingThread
 from upguard_plugin.config import Dump
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
@@ -34,19 +33,6 @@ from upguard_plugin.trace.batch import NONE, EventBatch
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 __all__ = ["Recorder", "Ticket", "Wire", "Writer"]
-
-Entry = tuple[str, torch.Tensor, Placement | None]
-
-
-class Writer(Protocol):
-    """What the recorder needs of `trace.writer.RankWriter`."""
-
-    @property
-    def stopped(self) -> str | None: ...
-    def write(self, batch: EventBatch) -> None: ...
-    def write_tensors(self, name: str, tensors: Mapping[str, np.ndarray]) -> None: ...
-    def note(self, sentence: str) -> None: ...
-    def close(self, reason: str = "") -> None: ...
 
 
 class Recorder:
@@ -64,24 +50,18 @@ class Recorder:
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
-        self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._writer = writer
         self._queue = queue_
-        self._sketches = queue_.sketch_size > 0
         self._deferred = DeferredRows(FingerprintQueue(sketch_size=queue_.sketch_size), writer.note)
         self._lock = threading.RLock()
         self._rows = Rows()
+        self._slots = Slots(queue_, self._rows.boundary_of, self.note)
         self._dumps = Dumps(dump)
         self._noted: set[str] = set()
         self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
         self.phases_left_out = frozenset(PHASES) - frozenset(phases or PHASES)
         self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
-        self.on_first_step: Callable[[], None] | None = None  # called when it is written
-        self.on_batch: Callable[[EventBatch], None] | None = None  # called when one is written
-        self.on_end: Callable[[], None] | None = None  # ... and when all are
-        self._batches: queue.Queue[EventBatch | None] = queue.Queue(maxsize=4)
-        self._thread = threading.Thread(target=self._drain, name="upguard-writer", daemon=True)
-        self._thread.start()
+        self.writing = WritingThread(writer, self)
 
     def record(
         self,
@@ -128,6 +108,15 @@ class Recorder:
                 self._rows.set_value(seq, value)
             return seq
 
+    @property
+    def storages(self) -> Storages | None:
+        """Who wrote which storage; None where writes are not tracked."""
+        return self._slots.storages
+
+    @storages.setter
+    def storages(self, storages: Storages | None) -> None:
+        self._slots.storages = storages
+
     def wants(self, role: str) -> bool:
         """Whether events of this role are recorded at all."""
         return role not in self._left_out
@@ -165,7 +154,7 @@ class Recorder:
             if same_as >= self._rows.first_seq:
                 taken, writer = self._rows.slot_of(same_as), NONE
             else:
-                taken, writer = self._fingerprint(key, tensor, placement, storage)
+                taken, writer = self._slots.of(key, tensor, placement, storage)
             if taken == NONE:
                 return NONE
             producer = writer if producer == NONE else producer
@@ -247,7 +236,7 @@ class Recorder:
         if role in self._left_out or phase in self.phases_left_out:
             return
         with self._lock:
-            slots = self._put_many(entries, phase)
+            slots = self._slots.of_many(entries, phase)
             for (boundary, tensor, placement), taken in zip(entries, slots, strict=True):
                 if taken == NONE:
                     continue
@@ -325,7 +314,7 @@ class Recorder:
                 self._writer.write_tensors(f"step{self.position.step}", tensors)
             batches = self._deferred.close_step(self._take_batch(mark))
             self.position.next_step()
-        self._send(batches)
+        self.writing.send(batches)
 
     def select(self, recorded: bool) -> None:
         """Say whether the step that begins is to be recorded."""
@@ -345,61 +334,8 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is finished, then end the trace. An unfinished step is not written."""
-        self._send(self._deferred.close())
-        self._batches.put(None)
-        self._thread.join()
-        self._look(self.on_end)
-        self._writer.close(self.failure)
-
-    def _send(self, batches: Iterable[EventBatch]) -> None:
-        for batch in batches:
-            if not self.failure:
-                self._batches.put(batch)
-
-    def _fingerprint(
-        self, key: int, tensor: torch.Tensor, placement: Placement | None, storage: Storage | None
-    ) -> tuple[int, int]:
-        """The slot of the tensor's fingerprint, and the seq of the event that wrote it last."""
-        storages = self.storages
-        if storages is not None and storage is None:
-            storage = storages.find(tensor)
-        if storages is None or storage is None:
-            return self._put(self._rows.boundary_of(key), tensor, placement), NONE
-        view = look(tensor) if placement is None else (look(tensor), id(placement))
-        slot = storage.known.get(view)
-        if slot is None or storages.is_due():
-            slot = self._put(self._rows.boundary_of(key), tensor, placement)
-            if storage.in_sight and slot != NONE:
-                storage.known[view] = slot
-        return slot, storage.writer_of(tensor)
-
-    def _put(self, boundary: str, tensor: torch.Tensor, placement: Placement | None) -> int:
-        """The slot of the tensor's fingerprint, or NONE, noted, if it can have none."""
-        try:
-            return self._queue.put(tensor, placement, sketch=self._sketches)
-        except UnsupportedTensorError as error:
-            self.note(f"a tensor of {boundary} was not recorded: {error.sentence}")
-            return NONE
-
-    def _put_many(self, entries: Sequence[Entry], phase: str) -> Sequence[int]:
-        slots = [self._slot_of_writer(entry, phase) for entry in entries]
-        fresh = [entry for entry, slot in zip(entries, slots, strict=True) if slot == NONE]
-        try:
-            taken = self._queue.put_many(
-                [e[1] for e in fresh], [e[2] for e in fresh], sketch=self._sketches
-            )
-        except UnsupportedTensorError:  # nothing was taken; find out which it was
-            return [self._put(*entry) for entry in entries]
-        hashed = iter(taken)
-        return [next(hashed) if slot == NONE else slot for slot in slots]
-
-    def _slot_of_writer(self, entry: Entry, phase: str) -> int:
-        """The slot of a tensor that an operator wrote in this very phase, as far as is known."""
-        _, tensor, placement = entry
-        storage = None if self.storages is None else self.storages.find(tensor)
-        if storage is None or storage.written_in != phase or placement is not None:
-            return NONE
-        return storage.known.get(look(tensor), NONE)
+        self.writing.send(self._deferred.close())
+        self.writing.close()
 
     def _add(self, key: int, microbatch: int | None, call: int, producer: int, taken: int) -> int:
         if microbatch is None:
@@ -412,29 +348,6 @@ class Recorder:
             self.storages.forget_hashes()  # slots are numbered anew in each step
         batch = self._rows.take(hashes, self.position, mark)
         return batch if self.active else None
-
-    def _drain(self) -> None:
-        while (batch := self._batches.get()) is not None:
-            try:
-                self._writer.write(batch)
-            except Exception as error:  # between us and the training job: it must go on
-                self.fail(f"the trace could not be written: {error}")
-            if self._writer.stopped:
-                self.fail(self._writer.stopped)
-            elif self.on_first_step is not None:
-                self.on_first_step()
-                self.on_first_step = None
-            if self.on_batch is not None:
-                self._look(partial(self.on_batch, batch))
-
-    def _look(self, look: Callable[[], None] | None) -> None:
-        if look is None or self.failure:
-            return
-        try:
-            look()
-        except Exception as error:  # between us and the training job: only the looking ends
-            self.on_batch = self.on_end = None
-            self.note(f"the online check ended: {type(error).__name__}: {error}")
 
 
 def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:

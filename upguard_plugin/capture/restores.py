@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.clipping import Replacement
 from upguard_plugin.capture.optimizers import leaves_of
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
+from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.capture.wraps import wrap
 from upguard_plugin.records import CHECKPOINT, OF_RESTORE
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,8 @@ class _Item:
 class RestoreProbe:
     """Watches state dicts on their way into models and optimizers."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Host, states: StateProbe) -> None:
+        self._states = states
         self.recorder = guard.recorder
         self._guard = guard
         self._undo: list[Callable[[], None]] = []
@@ -54,7 +54,7 @@ class RestoreProbe:
     def attach(self) -> None:
         """Stand around `load_state_dict`. `detach` undoes it."""
         self._undo.append(wrap(nn.Module, "load_state_dict", self._load_module))
-        for watched in self._guard.states.optimizers.watched:
+        for watched in self._states.optimizers.watched:
             if isinstance(watched.optimizer, torch.optim.Optimizer):
                 self._undo.append(self._watch_optimizer(watched.name, watched.optimizer))
 
@@ -117,7 +117,7 @@ class RestoreProbe:
     ) -> list[_Item] | None:
         if not self.recorder.active or not isinstance(given, Mapping):
             return None
-        probe = self._guard.states.optimizers
+        probe = self._states.optimizers
         groups = list(zip(given.get("param_groups", ()), optimizer.param_groups, strict=False))
         items = []
         for number, (theirs, ours) in enumerate(groups):

@@ -9,13 +9,12 @@ Tensors that share a role and a slot are hashed in one batch: hand them over tog
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
+from upguard_plugin.capture.probe import Host
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -24,7 +23,7 @@ class Snapshot:
     """A context: inside, `tensors` and `value` record what is found now."""
 
     def __init__(
-        self, guard: Guard, phase: str, *, call: int = 0, operator: str | None = None
+        self, guard: Host, phase: str, *, call: int = 0, operator: str | None = None
     ) -> None:
         self.call = call
         self.operator = operator

@@ -13,26 +13,23 @@ What an optimizer step, a clip or an accumulation does in between is recorded by
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from upguard_plugin.capture.clipping import ClippingProbe
 from upguard_plugin.capture.gradients import GradientProbe, NamedParameter
 from upguard_plugin.capture.optimizers import OptimizerProbe
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.rng import Source, read_generators
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
 from upguard_plugin.fingerprint.parts import is_composite
 
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
-
 
 class StateProbe:
     """Watches all state of a run. Adapters add what they know to `generators` and `sources`."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Host) -> None:
         self.recorder = guard.recorder
         self.generators: dict[str, Source] = {}  # further generators, recorded as "rng.<name>"
         # Further state: called at `start` and, with phase `optimizer`, at the end of the step.

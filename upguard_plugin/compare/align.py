@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
 
 # Cells of the largest window that is matched by dynamic programming: 2048 by 2048 events, 0.1 s.
 # Windows between anchors of real traces have at most some 500 events.
@@ -62,10 +63,42 @@ def align(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:
     pairs += [
         (np.arange(len(baseline) - tail, len(baseline)), np.arange(len(target) - tail, len(target)))
     ]
-    return (
-        np.concatenate([b for b, _ in pairs]).astype(np.int64),
-        np.concatenate([t for _, t in pairs]).astype(np.int64),
-    )
+    found_b = np.concatenate([b for b, _ in pairs]).astype(np.int64)
+    found_t = np.concatenate([t for _, t in pairs]).astype(np.int64)
+    sure = ~_disputed(baseline, target, found_b, found_t)
+    return found_b[sure], found_t[sure]
+
+
+def _disputed(baseline: Stretch, target: Stretch, found_b: Ints, found_t: Ints) -> Bools:
+    """Which pairs look different although one of the two looks like an event elsewhere.
+
+    That event has no partner, or one that looks different too: it moved, or another was inserted
+    and one deleted. Pairs that only exchanged their looks among themselves are not disputed: there
+    every event is in its place.
+    """
+    names_b, names_t = _numbered(baseline, target)
+    pairs_b, pairs_t = names_b[found_b], names_t[found_t]
+    other = pairs_b != pairs_t
+    free_b, free_t = np.ones(len(baseline), np.bool_), np.ones(len(target), np.bool_)
+    free_b[found_b[~other]] = free_t[found_t[~other]] = False
+    met = np.isin(pairs_b, names_t[free_t]) | np.isin(pairs_t, names_b[free_b])
+    disputed: Bools = other & met
+    closed = disputed
+    while True:
+        inner = closed & np.isin(pairs_b, pairs_t[closed]) & np.isin(pairs_t, pairs_b[closed])
+        if np.array_equal(inner, closed):
+            return disputed & ~closed
+        closed = inner
+
+
+def _numbered(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:
+    """Equal numbers for equal identity and hint."""
+    columns = [
+        np.concatenate([baseline.identity, target.identity]).view(np.uint64),
+        np.concatenate([baseline.hint, target.hint]),
+    ]
+    numbers = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    return numbers[: len(baseline)], numbers[len(baseline) :]
 
 
 def _same_head(baseline: Stretch, target: Stretch) -> int:
@@ -153,12 +186,7 @@ def _is_too_large(baseline: Stretch, target: Stretch) -> bool:
 def _by_hints(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:
     """A large window, with anchors that both have exactly once by identity and hint together."""
     none = np.empty(0, dtype=np.int64)
-    columns = [
-        np.concatenate([baseline.identity, target.identity]).view(np.uint64),
-        np.concatenate([baseline.hint, target.hint]),
-    ]
-    both = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
-    anchors = _anchors(both[: len(baseline)], both[len(baseline) :])
+    anchors = _anchors(*_numbered(baseline, target))
 
     def match_small(left: Stretch, right: Stretch) -> tuple[Ints, Ints]:
         return (none, none) if _is_too_large(left, right) else _match(left, right)
@@ -170,11 +198,13 @@ def _by_hints(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:
 def _match(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:
     """The pairs that every best match of a window contains.
 
-    Best: the most pairs of equal identity; among these, the most equal hints.
+    Best: the most pairs of equal identity, where three whose hints differ are worth as much as two
+    whose hints are equal.
     """
     if np.array_equal(baseline.identity, target.identity):
         places = np.arange(len(baseline), dtype=np.int64)
-        return places, places
+        if not _disputed(baseline, target, places, places).any():
+            return places, places
     if _is_too_large(baseline, target):
         return _by_hints(baseline, target)
     gain = _gains(baseline, target)
@@ -195,8 +225,7 @@ def _gains(baseline: Stretch, target: Stretch) -> npt.NDArray[np.int32]:
     """What pairing each two events is worth: [baseline, target]."""
     same = baseline.identity[:, None] == target.identity[None, :]
     hinted = same & (baseline.hint[:, None] == target.hint[None, :])
-    pair = min(len(baseline), len(target)) + 1  # worth more than all hints together
-    gains: npt.NDArray[np.int32] = same * np.int32(pair) + hinted.astype(np.int32)
+    gains: npt.NDArray[np.int32] = same * np.int32(2) + hinted.astype(np.int32)
     return gains
 
 

@@ -37,7 +37,9 @@ def browse(run: Run, selection: Selection, limit: int | None = None) -> Iterator
 
 
 def _check(run: Run, selection: Selection) -> None:
-    steps = {entry.step for rank in run.ranks for entry in run.steps(rank)}
+    steps: set[int] = set()
+    if selection.steps is not None:
+        steps = {entry.step for rank in run.ranks for entry in run.steps(rank)}
     for option, numbers, known in (
         ("--ranks", selection.ranks, set(run.ranks)),
         ("--steps", selection.steps, steps),

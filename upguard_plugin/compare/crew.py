@@ -6,6 +6,7 @@ Out: facts, messages, sightings and divergences of all ranks, the same on every 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from upguard_plugin.compare.causes import Cause
@@ -20,15 +21,21 @@ from upguard_plugin.compare.facts import (
     pairing_of,
     sightings_of,
 )
+from upguard_plugin.compare.keys import KeySpace
 from upguard_plugin.compare.layouts.logical import LogicalRun
 from upguard_plugin.compare.obstacles import missing_steps
-from upguard_plugin.compare.pieces import Piece, Progress, scan_pieces, shares_of
+from upguard_plugin.compare.pairing import Pairing
+from upguard_plugin.compare.pieces import Piece, Progress, Share, Work, scan_pieces, shares_of
 from upguard_plugin.compare.ranks import Origin
 from upguard_plugin.compare.run import Run
-from upguard_plugin.compare.scan import Request
+from upguard_plugin.compare.scan import RankScan, Request
+from upguard_plugin.compare.spread import spread_of
 from upguard_plugin.compare.steps import Judge, RankSteps, as_it_is, steps_behind
 from upguard_plugin.compare.team import Team
-from upguard_plugin.verdict import Divergence, EventRef
+from upguard_plugin.trace.step_table import StepTable
+from upguard_plugin.verdict import Divergence, EventRef, Spread
+
+_MOST_KEPT = 2_000_000  # events of both runs that stay in memory, some 130 bytes each
 
 
 class Crew:
@@ -46,39 +53,50 @@ class Crew:
         self._runs = (baseline, target)
         self._ranks = ranks
         self._team = team
+        self._space = KeySpace()  # one for all ranks: most of them have the same keys
         self._pieces: dict[int, Piece] = {}  # by rank
         self._divergent: dict[int, int] = {}  # rank -> step
+        self._kept: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # rank -> events in memory; used last: end
+        self._num_kept = 0  # events of these
 
     def scan(self, request: Request, noise: Sequence[Run], progress: Progress) -> list[RankFacts]:
         """Compare all ranks; one answer per rank."""
-        team = self._team
-        lag = self._lag()
+        team, lag = self._team, self._lag()
+        told: list[RankFacts] = []
 
-        def open_pieces() -> list[None]:
-            for share in shares_of(self._ranks, team.index, team.size):
-                steps = RankSteps(*self._runs, share.rank, lag, judge=self._judge)
-                self._pieces[share.rank] = Piece.of(share, steps, noise, request)
-            return []
+        def opened(share: Share) -> Piece:
+            steps = RankSteps(*self._runs, share.rank, lag, self._space, self._judge)
+            piece = self._pieces[share.rank] = Piece.of(share, steps, noise, request)
+            return piece
 
-        team.share(open_pieces)
-        kept = scan_pieces(list(self._pieces.values()), request, team, progress)
-        found = merged_facts(team.share(lambda: [self._facts_of(piece, request) for piece in kept]))
+        def done(piece: Piece) -> None:
+            told.append(self._facts_of(piece, request))
+            self._used(piece)
+
+        shares = shares_of(self._ranks, team.index, team.size)
+        scan_pieces(Work(shares, opened, done, progress), request, team)
+        found = merged_facts(team.share(lambda: told))
         self._divergent = {part.rank: part.step for part in found if part.step is not None}
         return found
 
     def num_events_of_others(self, run: Run) -> int:
         """Events of the run on ranks that are not compared."""
-        others = [rank for rank in run.ranks if rank not in self._ranks]
+        compared = set(self._ranks)
+        others = [rank for rank in run.ranks if rank not in compared]
         mine = others[self._team.index :: self._team.size]
         return sum(
-            self._team.share(lambda: [entry.num_events for r in mine for entry in run.steps(r)])
+            self._team.share(
+                lambda: [int(StepTable.of(run.steps(r)).num_events.sum()) for r in mine]
+            )
         )
 
     def messages(self, step: int) -> list[RankMessages]:
         """What all ranks that have the step gave to each other in it."""
         return self._team.share(
             lambda: [
-                messages_of(rank, pairing_of(piece.scan.steps, step).baseline)
+                messages_of(rank, self._pairing(rank, step).baseline)
                 for rank, piece in self._pieces.items()
                 if self._tells_of(piece, step)
             ]
@@ -91,7 +109,7 @@ class Crew:
                 seen
                 for rank, piece in self._pieces.items()
                 if rank in ranks
-                for seen in sightings_of(piece.scan, self._team.index)
+                for seen in sightings_of(self._used(piece), self._team.index)
             ]
         )
 
@@ -109,16 +127,46 @@ class Crew:
         )
         return [told for _, told in sorted(found, key=lambda item: item[0])]
 
+    def spread(self, origins: Sequence[Origin]) -> list[Spread]:
+        """How the difference spread from each origin on the rank where it was seen."""
+
+        def followed() -> list[tuple[int, Spread]]:
+            return [
+                (place, self._spread(origin))
+                for place, origin in enumerate(origins)
+                if origin.seen.process == self._team.index
+            ]
+
+        found = self._team.share(followed)
+        return [told for _, told in sorted(found, key=lambda item: item[0])]
+
     def event(self, rank: int, step: int, row: int, process: int) -> EventRef:
         """One event of the baseline, which this process has read."""
 
         def refer() -> list[EventRef]:
             if process != self._team.index:
                 return []
-            pairing = pairing_of(self._pieces[rank].scan.steps, step)
+            pairing = self._pairing(rank, step)
             return [event_ref(pairing.baseline.batch, row, rank)]
 
         return self._team.share(refer)[0]
+
+    def _pairing(self, rank: int, step: int) -> Pairing:
+        found = pairing_of(self._pieces[rank].scan.steps, step)
+        self._used(self._pieces[rank])
+        return found
+
+    def _used(self, piece: Piece) -> RankScan:
+        """Its scan. What other ranks read and nobody used for long is freed, to be read again."""
+        rank = piece.share.rank
+        self._num_kept -= self._kept.pop(rank, 0)
+        self._kept[rank] = piece.scan.steps.num_kept_events
+        self._num_kept += self._kept[rank]
+        while self._num_kept > _MOST_KEPT and len(self._kept) > 1:
+            oldest, num_events = self._kept.popitem(last=False)
+            self._num_kept -= num_events
+            self._pieces[oldest].scan.steps.forget(None)
+        return piece.scan
 
     def _lag(self) -> int:
         """How many steps the target lags behind: a matter of the whole run."""
@@ -137,6 +185,12 @@ class Crew:
             return piece.scan.step == step
         return step in piece.own
 
+    def _spread(self, origin: Origin) -> Spread:
+        seen, scan = origin.seen, self._pieces[origin.seen.rank].scan
+        pairing = self._pairing(seen.rank, seen.step)
+        assert scan.chosen is not None
+        return spread_of(seen.rank, seen.step, seen.finding, pairing, scan.chosen)
+
     def _described(
         self, origin: Origin, decide: Callable[[Scene], Cause], one_program: bool
     ) -> Divergence:
@@ -144,7 +198,7 @@ class Crew:
         steps = self._pieces[seen.rank].scan.steps
         world_size = max(run.manifest.world_size for run in self._runs)
         across_layouts = isinstance(self._runs[0], LogicalRun)
-        pairing = pairing_of(steps, seen.step)
+        pairing = self._pairing(seen.rank, seen.step)
         scene = Scene(
             steps, seen.step, pairing, seen.finding, world_size, one_program, across_layouts
         )

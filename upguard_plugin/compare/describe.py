@@ -6,7 +6,7 @@ import numpy as np
 
 from upguard_plugin.compare.causes import Cause
 from upguard_plugin.compare.evidence import Scene
-from upguard_plugin.compare.pairing import Side
+from upguard_plugin.compare.pairing import Pairing, Side
 from upguard_plugin.compare.ranks import Origin
 from upguard_plugin.fingerprint.sketch import EPSILON
 from upguard_plugin.records import EventKey
@@ -97,18 +97,22 @@ def _tensor(side: Side, row: int | None) -> TensorSide | None:
 
 
 def _distance(scene: Scene) -> Distance | None:
-    """From both sketches, which are linear: the sketch of a difference is their difference."""
     row_b, row_t = scene.finding.baseline_row, scene.finding.target_row
-    sketch_b, sketch_t = scene.pairing.baseline.batch.sketch, scene.pairing.target.batch.sketch
-    if row_b is None or row_t is None or sketch_b is None or sketch_t is None:
+    if row_b is None or row_t is None or scene.finding.what != "value":
         return None
-    if sketch_b.shape[1] != sketch_t.shape[1] or scene.finding.what != "value":
+    return distance_between(scene.pairing, row_b, row_t)
+
+
+def distance_between(pairing: Pairing, row_b: int, row_t: int) -> Distance | None:
+    """From both sketches, which are linear: the sketch of a difference is their difference."""
+    sketch_b, sketch_t = pairing.baseline.batch.sketch, pairing.target.batch.sketch
+    if sketch_b is None or sketch_t is None or sketch_b.shape[1] != sketch_t.shape[1]:
         return None
     size = float(np.linalg.norm(sketch_b[row_b]))
     apart = float(np.linalg.norm(sketch_b[row_b] - sketch_t[row_t]))
     if not np.isfinite(apart) or not size > 0:
         return None
-    epsilon = EPSILON.get(scene.key.dtype)
+    epsilon = EPSILON.get(pairing.baseline.batch.key_of(row_b).dtype)
     relative = apart / size
     return Distance(
         relative_l2=relative,

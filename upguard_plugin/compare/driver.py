@@ -25,6 +25,7 @@ from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.team import Alone, LocalTeam, MemberError, MpiTeam, Team
 from upguard_plugin.errors import EXIT_UNREADABLE, UpGuardError, UsageError
+from upguard_plugin.trace.rank_reader import KeyTables
 from upguard_plugin.trace.reader import open_trace
 from upguard_plugin.verdict import Verdict
 
@@ -67,11 +68,12 @@ class Comparison:
         selection = self.selection
         if self.ignore is not None:
             selection = replace(selection, ignore=read_ignore_rules(self.ignore))
-        target: Run = open_trace(self.target)
+        key_tables: KeyTables = {}
+        target: Run = open_trace(self.target, key_tables)
         if self.renames is not None:
             target = RenamedRun(target, read_rename_rules(self.renames))
-        noise = tuple(open_trace(path) for path in self.noise)
-        return _Opened(open_trace(self.baseline), target, noise, selection)
+        noise = tuple(open_trace(path, key_tables) for path in self.noise)
+        return _Opened(open_trace(self.baseline, key_tables), target, noise, selection)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def facts_of(scan: RankScan, place: int, process: int, reasons: Sequence[str]) -
     structure = None
     if scan.structure is not None:
         structure = _sighting(scan, process, *scan.structure)
-    steps, last = scan.steps, scan.last_equal
+    last = scan.last_equal
     return RankFacts(
         rank=scan.rank,
         place=place,
@@ -113,7 +113,7 @@ def facts_of(scan: RankScan, place: int, process: int, reasons: Sequence[str]) -
         unused=scan.unused,
         ignored=scan.ignored,
         noisy=scan.noisy,
-        renumbered=(steps.common[0], steps.partner[steps.common[0]]) if steps.common else None,
+        renumbered=scan.steps.first_pair,
         reasons=tuple(reasons),
     )
 
@@ -128,7 +128,8 @@ def sightings_of(scan: RankScan, process: int) -> list[Sighting]:
 
 
 def _sighting(scan: RankScan, process: int, step: int, finding: Finding) -> Sighting:
-    pairing = pairing_of(scan.steps, step)
+    pairing, target_step = pairing_of(scan.steps, step), scan.steps.partner(step)
+    assert target_step is not None
     key = finding.key(pairing)
     side, seen = finding.seen_by(pairing)
     row = finding.baseline_row
@@ -136,7 +137,7 @@ def _sighting(scan: RankScan, process: int, step: int, finding: Finding) -> Sigh
         process=process,
         rank=scan.rank,
         step=step,
-        target_step=scan.steps.partner[step],
+        target_step=target_step,
         finding=finding,
         name=Name(
             key.phase,

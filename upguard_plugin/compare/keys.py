@@ -23,6 +23,7 @@ Bools = npt.NDArray[np.bool_]
 
 PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 ROLE_NUMBER = {role: number for number, role in enumerate(ROLES)}
+DTENSOR = "dtensor "  # how a placement begins that a tensor carries with it
 SWITCHES = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -33,12 +34,17 @@ class KeyColumns:
     keys: Sequence[EventKey]
     identity: Ints
     loose: Ints  # identity without operator, op and group
+    argument: Ints  # of which call it is an argument or its gradient, whatever its slot; 0: of none
+    is_keyword: Bools  # an argument passed by keyword
     form: Ints  # dtype and shape
+    slot: Ints
     placement: Ints  # 0: not known
+    partial: Ints  # the axes over which a DTensor says it is a partial sum; 0: it says nothing
     phase: Ints  # place in PHASES
     role: Ints  # place in ROLES
     is_operator: Bools  # an operator call; else a module, a state, a batch
     is_collective: Bools
+    is_launch: Bools  # what a collective is given when it is launched
     is_switch: Bools  # chooses an implementation of the optimizer, not what it computes
     is_of_file: Bools  # what a checkpoint's file holds: paths, dates and arguments among it
     is_logged: Bools  # a scalar that the user handed over, perhaps for the log only
@@ -62,12 +68,17 @@ class KeySpace:
             keys,
             self._numbered([_identity(key) for key in keys]),
             self._numbered([("loose", *_place(key)) for key in keys]),
+            self._numbered([_argument(key) for key in keys]),
+            np.array([key.slot.startswith("kwargs.") for key in keys], dtype=np.bool_),
             self._numbered([(key.dtype, key.shape) for key in keys]),
+            self._numbered([("slot", key.slot) for key in keys]),
             self._numbered([key.placement for key in keys]),
+            self._numbered([_partial(key) for key in keys]),
             np.array([PHASE_NUMBER[key.phase] for key in keys], dtype=np.int64),
             np.array([ROLE_NUMBER[key.role] for key in keys], dtype=np.int64),
             np.array([is_operator(key) for key in keys], dtype=np.bool_),
             np.array([is_collective(key) for key in keys], dtype=np.bool_),
+            np.array([_is_launch(key) for key in keys], dtype=np.bool_),
             np.array([_is_switch(key) for key in keys], dtype=np.bool_),
             np.array([_is_of_file(key) for key in keys], dtype=np.bool_),
             np.array([_is_logged(key) for key in keys], dtype=np.bool_),
@@ -98,6 +109,17 @@ def is_collective(key: EventKey) -> bool:
     return key.op is not None or key.group is not None
 
 
+def _is_launch(key: EventKey) -> bool:
+    return is_collective(key) and key.role == "input" and key.moment != "completion"
+
+
+def _partial(key: EventKey) -> Hashable:
+    # The rules of a user say nothing of what a program does; a DTensor does.
+    if key.placement is None or not key.placement.spec.startswith(DTENSOR):
+        return None
+    return ("partial", *key.placement.partial)
+
+
 def _is_switch(key: EventKey) -> bool:
     return key.role == "scalar" and key.boundary.rpartition(".")[2] in SWITCHES
 
@@ -113,7 +135,16 @@ def _is_logged(key: EventKey) -> bool:
 
 
 def _place(key: EventKey) -> tuple[Hashable, ...]:
-    return (key.phase, key.boundary, key.role, key.slot, key.moment)
+    slot = key.slot
+    if slot == "out.0" and key.role in ("output", "grad_output"):
+        slot = "0"  # the first of several outputs is the output: some return a bias beside it
+    return (key.phase, key.boundary, key.role, slot, key.moment)
+
+
+def _argument(key: EventKey) -> Hashable:
+    if key.role not in ("input", "grad_input") or not key.slot.startswith(("args.", "kwargs.")):
+        return None
+    return ("argument", key.phase, key.boundary, key.role, key.moment, key.dtype, key.shape)
 
 
 def _identity(key: EventKey) -> Hashable:

@@ -9,6 +9,7 @@ equal, and counts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,22 +34,23 @@ class RankNoise:
             for repeat in repeats
             if rank in repeat.ranks
         ]
-        self._unread = [list(steps.common) for steps in self._repeats]
+        self._unread = [self._unequal(steps) for steps in self._repeats]
         self._identities: set[int] = set()
         self.names: dict[str, int] = {}  # of what is noise -> the first step where it is
+
+    @staticmethod
+    def _unequal(steps: RankSteps) -> deque[int]:
+        return deque(steps.common[~steps.has_equal_digests].tolist())
 
     def hides(self, step: int, columns: KeyColumns) -> Bools:
         """One answer per key: whether it is noise in this step. Asked step by step, in order."""
         for steps, unread in zip(self._repeats, self._unread, strict=True):
             while unread and unread[0] <= step:
-                self._learn(steps, unread.pop(0))
+                self._learn(steps, unread.popleft())
         found: Bools = np.isin(columns.identity, list(self._identities))
         return found
 
     def _learn(self, steps: RankSteps, step: int) -> None:
-        entries = (steps.baseline[step], steps.target[steps.partner[step]])
-        if entries[0].digest == entries[1].digest:
-            return
         pairing = steps.pairing(step)
         assert pairing is not None
         for side, rows in _apart(pairing):

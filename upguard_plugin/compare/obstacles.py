@@ -17,6 +17,7 @@ from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.steps import RankSteps
 
 NEVER_FIRED = "never fired: "  # how a rank's note of a probe that saw no tensor begins
+RENUMBERED = "resumed: step "  # how the note on other numbers of steps begins
 OTHER_PLACEMENTS = "the runs give these tensors other placements"
 _MAX_LISTED = 8
 
@@ -100,15 +101,16 @@ def _missing_ranks(baseline: Run, target: Run, selection: Selection) -> list[str
 def missing_steps(baseline: Run, target: Run, selection: Selection, steps: RankSteps) -> list[str]:
     """Which steps of a rank could not be compared, and why."""
     reasons = []
-    chosen = [step for step in steps.common if selection.has_step(step)]
+    chosen = steps.common[selection.has_steps(steps.common)]
     if selection.steps is not None:
-        lacking = [step for step in selection.steps.finite() if step not in chosen]
+        found = set(chosen.tolist())
+        lacking = [step for step in selection.steps.finite() if step not in found]
         if lacking:
             reasons.append(
                 f"rank {steps.rank}: steps {_listed(lacking)} were asked for, "
                 "and not both runs have them"
             )
-    if not chosen:
+    if not len(chosen):
         reasons.append(f"rank {steps.rank}: the runs have no finished step in common")
     elif selection.steps is None or not _is_bounded(selection):
         reasons += _ends(baseline, target, steps, len(chosen))
@@ -129,7 +131,7 @@ def _ends(baseline: Run, target: Run, steps: RankSteps, num_common: int) -> list
                 f"({end.reason or 'no reason given'}); what was compared ends after "
                 f"{_count(num_common, 'step')}"
             )
-    counts = (len(steps.baseline), len(steps.target))
+    counts = (len(steps.tables[0]), len(steps.tables[1]))
     matched = num_common == counts[0] == counts[1] or (steps.is_resumed and steps.covers_the_rest)
     if not matched and not reasons:
         reasons.append(
@@ -209,7 +211,7 @@ def _resumed(facts: Sequence[RankFacts]) -> list[str]:
         if found.renumbered is not None:
             shifts.setdefault(found.renumbered, []).append(found.rank)
     return [
-        f"resumed: step {step} of the baseline is step {other} of the target, rank {_listed(ranks)}"
+        f"{RENUMBERED}{step} of the baseline is step {other} of the target, rank {_listed(ranks)}"
         for (step, other), ranks in shifts.items()
         if step != other
     ]

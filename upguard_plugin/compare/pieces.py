@@ -11,9 +11,11 @@ steps are equal, and from the first other one on the process that met it goes on
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from upguard_plugin.compare.noise import RankNoise
 from upguard_plugin.compare.run import Run
@@ -22,6 +24,7 @@ from upguard_plugin.compare.steps import RankSteps
 from upguard_plugin.compare.team import Team
 from upguard_plugin.compare.unused import Memory
 
+Ints = npt.NDArray[np.int64]
 Progress = Callable[[float, int], None]
 
 
@@ -34,8 +37,9 @@ class Share:
     stop: int
     of: int
 
-    def steps(self, common: Sequence[int]) -> Sequence[int]:
-        return common[len(common) * self.start // self.of : len(common) * self.stop // self.of]
+    def part_of(self, num_steps: int) -> slice:
+        """Which of a rank's steps it has."""
+        return slice(num_steps * self.start // self.of, num_steps * self.stop // self.of)
 
     @property
     def is_whole(self) -> bool:
@@ -59,81 +63,110 @@ class Piece:
     share: Share
     scan: RankScan
     noise: RankNoise | None
-    own: frozenset[int]  # steps of the share
 
     @classmethod
     def of(cls, share: Share, steps: RankSteps, noise: Sequence[Run], request: Request) -> Piece:
-        own = share.steps(steps.common)
-        before = [s for s in steps.common if own and s < own[0] and request.selection.has_step(s)]
-        scan = RankScan(share.rank, steps, deque(own), Memory(is_first=not before))
+        part = share.part_of(len(steps.common))
+        own, before = steps.common[part], steps.common[: part.start]
+        is_first = not (len(own) and request.selection.has_steps(before).any())
+        scan = RankScan(share.rank, steps, own, memory=Memory(is_first=is_first))
         found = RankNoise(steps.runs[0], noise, share.rank, steps.space) if noise else None
-        return cls(share, scan, found, frozenset(own))
+        return cls(share, scan, found)
+
+    @property
+    def own(self) -> Ints:
+        """The steps of the share."""
+        common = self.scan.steps.common
+        return common[self.share.part_of(len(common))]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pause:
     """How far a piece of a cut rank is equal."""
 
     rank: int
     start: int  # the piece's
-    equal: tuple[int, ...]  # its steps that were looked at, and are wholly equal
-    left: tuple[int, ...]
+    equal: Ints  # its steps that were looked at, and are wholly equal
+    left: Ints
 
 
-def scan_pieces(
-    pieces: Sequence[Piece], request: Request, team: Team, progress: Progress
-) -> list[Piece]:
-    """Scan them all. Returns those that count: behind a divergence none does."""
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one process does, and who is told of it."""
+
+    shares: Sequence[Share]
+    open: Callable[[Share], Piece]
+    done: Callable[[Piece], None]  # of a piece whose result is final
+    progress: Progress
+
+
+def scan_pieces(work: Work, request: Request, team: Team) -> None:
+    """Open and scan all pieces. Those that lie behind a divergence of their rank are not told.
+
+    A whole rank is told, and what was read of it freed, before the next one is opened.
+    """
+    cut: list[Piece] = []
 
     def scan_first() -> list[Pause]:
-        for place, piece in enumerate(pieces):
-            whole = piece.share.is_whole
-            _run(scan_rank(piece.scan, request, piece.noise, only_equal=not whole), piece, place)
+        for place, share in enumerate(work.shares):
+            piece = work.open(share)
+            whole = share.is_whole
+            run(scan_rank(piece.scan, request, piece.noise, only_equal=not whole), piece, place)
             if whole:
-                piece.scan.steps.forget(piece.scan.step)
-        return [_pause(piece) for piece in pieces if not piece.share.is_whole]
+                work.done(piece)
+                piece.scan.forget()
+            else:
+                cut.append(piece)
+        return [_pause(piece) for piece in cut]
 
-    def _run(scanned: Iterator[int], piece: Piece, place: int) -> None:
-        for done, _ in enumerate(scanned):
-            progress(place + min(done / len(piece.own), 1), len(pieces))
+    def run(scanned: Iterator[int], piece: Piece, place: int) -> None:
+        for _ in scanned:
+            work.progress(place + piece.scan.done / len(piece.scan.todo), len(work.shares))
+        work.progress(place + 1, len(work.shares))
 
     pauses = team.share(scan_first)
 
     def go_on() -> list[tuple[int, int]]:
-        for place, piece in enumerate(pieces):
+        for piece in cut:
             later = _to_go_on_with(piece, pauses)
             if later is not None:
-                piece.scan.todo.extend(
-                    step for pause in later for step in (*pause.equal, *pause.left)
-                )
-                piece.scan.seen_equal = {step for pause in later for step in pause.equal}
-                _run(scan_rank(piece.scan, request, piece.noise), piece, place)
-        found = ((piece.share.rank, piece.scan.step) for piece in pieces)
+                scan = piece.scan
+                behind = [steps for pause in later for steps in (pause.equal, pause.left)]
+                scan.todo = np.concatenate([scan.todo, *behind])
+                scan.seen_equal = np.concatenate([scan.seen_equal, *(p.equal for p in later)])
+                run(scan_rank(scan, request, piece.noise), piece, len(work.shares) - 1)
+        found = ((piece.share.rank, piece.scan.step) for piece in cut)
         return [(rank, step) for rank, step in found if step is not None]
 
     divergent = dict(team.share(go_on))
-    return [piece for piece in pieces if not _lies_behind(piece, divergent)]
+
+    def tell() -> list[None]:
+        for piece in cut:
+            if not _lies_behind(piece, divergent):
+                work.done(piece)
+        return []
+
+    team.share(tell)
 
 
 def _pause(piece: Piece) -> Pause:
-    left = tuple(piece.scan.todo)
-    equal = tuple(sorted(piece.own.difference(left)))
-    return Pause(piece.share.rank, piece.share.start, equal, left)
+    todo, done = piece.scan.todo, piece.scan.done
+    return Pause(piece.share.rank, piece.share.start, todo[:done], todo[done:])
 
 
 def _to_go_on_with(piece: Piece, pauses: Sequence[Pause]) -> list[Pause] | None:
     """The pieces behind this one, if it is the first of its rank that paused."""
-    if piece.share.is_whole:
-        return None
     mine = sorted(
         (pause for pause in pauses if pause.rank == piece.share.rank), key=lambda pause: pause.start
     )
-    stopped = [pause for pause in mine if pause.left]
+    stopped = [pause for pause in mine if len(pause.left)]
     if not stopped or stopped[0].start != piece.share.start:
         return None
-    return mine[mine.index(stopped[0]) + 1 :]
+    return [pause for pause in mine if pause.start > piece.share.start]
 
 
 def _lies_behind(piece: Piece, divergent: dict[int, int]) -> bool:
     step = divergent.get(piece.share.rank)
-    return step is not None and piece.scan.step is None and step < min(piece.own, default=step)
+    if step is None or piece.scan.step is not None or not len(piece.own):
+        return False
+    return step < int(piece.own[0])

@@ -31,6 +31,10 @@ class Origins:
     per_rank: tuple[Origin, ...]  # one per rank that differs, rank by rank
     num_more: int  # minimal ones beyond MAX_ORIGINS
 
+    def in_order(self) -> list[Origin]:
+        """Those of `per_rank`, the earliest first."""
+        return sorted(self.per_rank, key=lambda origin: (origin.seen.step, origin.seen.order))
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:

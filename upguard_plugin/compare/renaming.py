@@ -20,11 +20,14 @@ from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
+
 from upguard_plugin.compare.rule_files import read_rules
-from upguard_plugin.compare.run import Manifest, Run
+from upguard_plugin.compare.run import Run, RunView
 from upguard_plugin.errors import UsageError
-from upguard_plugin.records import EventKey, Layout
-from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
+from upguard_plugin.records import EventKey
+from upguard_plugin.trace.batch import EventBatch
+from upguard_plugin.trace.step_table import StepTable
 
 _OPTION = "--map"
 
@@ -69,48 +72,21 @@ def read_rename_rules(path: Path) -> tuple[RenameRule, ...]:
     return tuple(rules)
 
 
-class RenamedRun:
+class RenamedRun(RunView):
     """A run whose boundaries have other names."""
 
     def __init__(self, run: Run, rules: Sequence[RenameRule]) -> None:
-        self._run = run
+        super().__init__(run)
         self._rules = tuple(rules)
-        self._salt = repr([(rule.old, rule.new) for rule in rules]).encode()
+        text = repr([(rule.old, rule.new) for rule in rules])
+        self._salt = np.frombuffer(blake2b(text.encode(), digest_size=16).digest(), "<u8")
         # By identity: the reader gives all batches of a rank one table.
         self._tables: dict[int, tuple[Sequence[EventKey], tuple[EventKey, ...]]] = {}
 
-    @property
-    def path(self) -> Path:
-        return self._run.path
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._run.manifest
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self._run.ranks
-
-    @property
-    def missing_ranks(self) -> tuple[int, ...]:
-        return self._run.missing_ranks
-
-    @property
-    def attempts(self) -> tuple[Path, ...]:
-        return self._run.attempts
-
-    def layout(self, rank: int) -> Layout:
-        return self._run.layout(rank)
-
-    def end(self, rank: int) -> RankEnd:
-        return self._run.end(rank)
-
-    def steps(self, rank: int) -> tuple[StepEntry, ...]:
+    def steps(self, rank: int) -> StepTable:
         """Digests cover names: those of a renamed run equal no other's, and its steps are read."""
-        return tuple(
-            replace(entry, digest=blake2b(entry.digest + self._salt, digest_size=16).digest())
-            for entry in self._run.steps(rank)
-        )
+        table = StepTable.of(self._run.steps(rank))
+        return replace(table, digest=table.digest ^ self._salt)
 
     def read(self, rank: int, step: int, *, verify: bool = False) -> EventBatch:
         """Raises UsageError if the rules give two boundaries one name."""

@@ -1,11 +1,11 @@
 """A run as compare sees it: what the trace reader gives, and what stands in for it.
 
-`Run` is the reader's `Trace`; a view that merges shards or renames boundaries offers the same.
+`Run` is the reader's `Trace`; a `RunView` that renames boundaries, say, offers the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +39,8 @@ class Manifest(Protocol):
     @property
     def notes(self) -> Sequence[str]: ...
 
+    def missing_ranks(self, found: Collection[int]) -> tuple[int, ...]: ...
+
 
 class Run(Protocol):
     """The events of a run, one rank and one step at a time."""
@@ -48,12 +50,70 @@ class Run(Protocol):
     @property
     def manifest(self) -> Manifest: ...
     @property
-    def ranks(self) -> tuple[int, ...]: ...
+    def listed_ranks(self) -> tuple[int, ...]:
+        """Ranks that may have recorded something."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that recorded something."""
+        ...
+
     @property
     def missing_ranks(self) -> tuple[int, ...]: ...
     @property
     def attempts(self) -> tuple[Path, ...]: ...
+    def has_trace(self, rank: int) -> bool:
+        """Whether a listed rank recorded something."""
+        ...
+
     def layout(self, rank: int) -> Layout: ...
-    def steps(self, rank: int) -> tuple[StepEntry, ...]: ...
+    def steps(self, rank: int) -> Sequence[StepEntry]: ...
     def read(self, rank: int, step: int, *, verify: bool = False) -> EventBatch: ...
     def end(self, rank: int) -> RankEnd: ...
+
+
+class RunView:
+    """A run that reads like another one; what differs is overridden."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def path(self) -> Path:
+        return self._run.path
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._run.manifest
+
+    @property
+    def listed_ranks(self) -> tuple[int, ...]:
+        return self._run.listed_ranks
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._run.ranks
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        return self._run.missing_ranks
+
+    @property
+    def attempts(self) -> tuple[Path, ...]:
+        return self._run.attempts
+
+    def has_trace(self, rank: int) -> bool:
+        return self._run.has_trace(rank)
+
+    def layout(self, rank: int) -> Layout:
+        return self._run.layout(rank)
+
+    def steps(self, rank: int) -> Sequence[StepEntry]:
+        return self._run.steps(rank)
+
+    def read(self, rank: int, step: int, *, verify: bool = False) -> EventBatch:
+        return self._run.read(rank, step, verify=verify)
+
+    def end(self, rank: int) -> RankEnd:
+        return self._run.end(rank)

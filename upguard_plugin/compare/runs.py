@@ -16,6 +16,7 @@ from upguard_plugin.compare.causes import cause_of, structure_of
 from upguard_plugin.compare.crew import Crew
 from upguard_plugin.compare.describe import event_ref
 from upguard_plugin.compare.facts import RankFacts
+from upguard_plugin.compare.handover import handed_over, handover_of
 from upguard_plugin.compare.layouts.logical import LogicalPair
 from upguard_plugin.compare.layouts.taint import NO_SKETCHES
 from upguard_plugin.compare.layouts.units import cut_otherwise
@@ -23,6 +24,7 @@ from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
 from upguard_plugin.compare.obstacles import (
     NEVER_FIRED,
     OTHER_PLACEMENTS,
+    RENUMBERED,
     differences_of_runs,
     is_same_program,
     layouts_differ,
@@ -31,11 +33,11 @@ from upguard_plugin.compare.obstacles import (
     refusal,
     totals,
 )
-from upguard_plugin.compare.pieces import shares_of
 from upguard_plugin.compare.ranks import Ask, Origin, origins_of, structures_of
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request, Settings
 from upguard_plugin.compare.selection import Selection
+from upguard_plugin.compare.spread import MAX_RANKS
 from upguard_plugin.compare.steps import as_it_is
 from upguard_plugin.compare.survey import surveyed
 from upguard_plugin.compare.team import Alone, Team
@@ -92,7 +94,7 @@ def compare_runs(
     IncomparableError for noise that is no repeat of the baseline.
     """
     team = team or Alone()
-    baseline, target, *repeats = (_surveyed(run, team) for run in (baseline, target, *noise))
+    baseline, target, *repeats = (surveyed(run, team) for run in (baseline, target, *noise))
     selection = selection or Selection()
     question = _Question(selection, same_program, exact, verify, tuple(repeats), progress)
     refused = refusal(baseline, target)
@@ -101,7 +103,10 @@ def compare_runs(
         coverage = _coverage(baseline, target, (), skipped)
         return _verdict(baseline, target, "incomparable", [refused], _NOTHING, coverage)
     refuse_other_runs(baseline, repeats)
-    if not layouts_differ(baseline, target) and not cut_otherwise(baseline, target):
+    if not _across_layouts(baseline, target, team):
+        order = _handover(baseline, target, question, team)
+        if order:
+            return _compare_states(baseline, target, question, team, order)
         return _compare(baseline, target, question, team)
 
     def compare_alone() -> list[Verdict]:
@@ -109,6 +114,39 @@ def compare_runs(
         return [] if team.index else [_compare_logical(baseline, target, question)]
 
     return team.share(compare_alone)[0]
+
+
+def _across_layouts(baseline: Run, target: Run, team: Team) -> bool:
+    """Whether the runs are compared by logical tensors: ranks or micro-batches were used otherwise.
+
+    The first process looks into the runs and tells the others.
+    """
+    if layouts_differ(baseline, target):
+        return True
+    return any(team.share(lambda: [] if team.index else [cut_otherwise(baseline, target)]))
+
+
+def _handover(baseline: Run, target: Run, question: _Question, team: Team) -> int:
+    """Which run begins where the other ended, if no single steps were asked for."""
+    common = [rank for rank in baseline.ranks if rank in target.ranks][:1]
+    if question.selection.steps is not None or question.noise or not common:
+        return 0
+    return sum(team.share(lambda: [] if team.index else [handover_of(baseline, target, common[0])]))
+
+
+def _compare_states(
+    baseline: Run, target: Run, question: _Question, team: Team, order: int
+) -> Verdict:
+    """Compare what one run left with what the other found of it: no step is in both."""
+    verdict = _compare(*handed_over(baseline, target, order), question, team)
+    sides = ("baseline", "target") if order > 0 else ("target", "baseline")
+    note = (
+        f"resumed: no step is in both runs; compared is the state that the {sides[0]} left with "
+        f"the one that the {sides[1]} found"
+    )
+    notes = [note, *(told for told in verdict.notes if not told.startswith(RENUMBERED))]
+    word: Word = "incomparable" if verdict.verdict == "identical" else verdict.verdict
+    return verdict.model_copy(update={"verdict": word, "notes": notes})
 
 
 def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict:
@@ -180,6 +218,7 @@ def _compare(
         return _verdict(baseline, target, word, reasons + notes, certified, coverage)
     if origins.num_more:
         notes.append(f"{origins.num_more} more boundaries differ first, beside those listed")
+    spread = crew.spread(origins.in_order()[:MAX_RANKS]) if decide is cause_of else []
     if pair is not None:
         origins = replace(origins, minimal=_on_ranks(origins.minimal, pair), per_rank=())
     minimal, per_rank = (
@@ -188,7 +227,8 @@ def _compare(
     )
     certified = _certified(facts, None if len(facts) == 1 else minimal[0].ranks[0], crew)
     notes += reasons
-    return _verdict(baseline, target, "divergent", notes, certified, coverage, minimal, per_rank)
+    verdict = _verdict(baseline, target, "divergent", notes, certified, coverage, minimal, per_rank)
+    return verdict.model_copy(update={"spread": spread})
 
 
 def _on_ranks(origins: Sequence[Origin], pair: LogicalPair) -> tuple[Origin, ...]:
@@ -202,12 +242,6 @@ def _on_ranks(origins: Sequence[Origin], pair: LogicalPair) -> tuple[Origin, ...
         assert row is not None
         renamed.append(replace(origin, ranks=pair.events(side, step)[row].ranks))
     return tuple(renamed)
-
-
-def _surveyed(run: Run, team: Team) -> Run:
-    """Each process looks at the ranks whose beginning it would compare."""
-    shares = shares_of(run.ranks, team.index, team.size)
-    return surveyed(run, [share.rank for share in shares if share.start == 0], team)
 
 
 def _verdict(

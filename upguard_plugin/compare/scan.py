@@ -9,7 +9,6 @@ read: there everything may differ, and nothing of it is the answer.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -62,15 +61,20 @@ class Request:
     verify: bool = False
 
 
+def _no_steps() -> Ints:
+    return np.empty(0, np.int64)
+
+
 @dataclass(slots=True)
 class RankScan:
     """What the comparison of one rank found."""
 
     rank: int
     steps: RankSteps
-    todo: deque[int]  # steps that were not looked at yet
+    todo: Ints  # steps to look at, in order
+    done: int = 0  # so many of them were looked at
     memory: Memory = field(default_factory=Memory)
-    seen_equal: set[int] = field(default_factory=set)  # steps that were compared elsewhere
+    seen_equal: Ints = field(default_factory=_no_steps)  # steps that were compared elsewhere
     step: int | None = None  # of the divergence
     findings: tuple[Finding, ...] = ()  # in that step: the first, and what stands beside it
     chosen: Bools | None = None  # in that step: the pairs that were asked for
@@ -90,35 +94,78 @@ class RankScan:
     noisy: dict[str, int] = field(default_factory=dict)  # what is noise -> first step
     common_boundaries: int = 0  # pairs that are more than scalars, RNG states and batches
 
+    def forget(self) -> None:
+        """Free what is not needed once all steps were looked at, or can be read again."""
+        self.todo = self.seen_equal = _no_steps()
+        self.done = 0
+        self.steps.forget(self.step)
+
 
 def scan_rank(
     scan: RankScan, request: Request, noise: RankNoise | None = None, *, only_equal: bool = False
 ) -> Iterator[int]:
-    """Compare one rank up to its first divergent step and fill in `scan`; yields each step.
+    """Compare one rank up to its first divergent step and fill in `scan`; yields each step that
+    is decoded.
 
     noise: of the same rank, to be left out.
     only_equal: end before the first step that is not wholly equal.
     Raises TraceError for damaged files.
     """
-    while scan.todo:
-        step = scan.todo[0]
+    passed = _passed_steps(scan, request)
+    for place in [*np.flatnonzero(passed.closed).tolist(), len(scan.todo)]:
+        _count_passed(scan, passed, place)
+        if place == len(scan.todo):
+            return
+        step = int(scan.todo[place])
         yield step
-        entries = (scan.steps.baseline[step], scan.steps.target[scan.steps.partner[step]])
-        if step in scan.seen_equal:
-            scan.memory = replace(scan.memory, is_first=False, generators={})
-        elif not request.selection.has_step(step):
-            scan.filtered += entries[0].num_events
-        elif not request.verify and entries[0].digest == entries[1].digest:
-            _count_equal_step(scan, step, entries[0].num_events)
-        else:
-            pairing = scan.steps.pairing(step, request.verify)
-            assert pairing is not None
-            if only_equal and not pairing.is_equal:
-                return
-            _compare_step(scan, step, pairing, request, noise)
-            if scan.step is not None:
-                return
-        scan.todo.popleft()
+        pairing = scan.steps.pairing(step, request.verify)
+        assert pairing is not None
+        if only_equal and not pairing.is_equal:
+            return
+        _compare_step(scan, step, pairing, request, noise)
+        if scan.step is not None:
+            return
+        scan.done += 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passed:
+    """Which steps to do need no decoding; one answer and number per step."""
+
+    seen: Bools  # compared elsewhere
+    equal: Bools  # by their digests
+    closed: Bools  # neither, and asked for: to be decoded
+    num_events: Ints
+
+
+def _passed_steps(scan: RankScan, request: Request) -> _Passed:
+    place = np.searchsorted(scan.steps.common, scan.todo)
+    seen = np.isin(scan.todo, scan.seen_equal)
+    chosen = request.selection.has_steps(scan.todo) & ~seen
+    equal = chosen & scan.steps.has_equal_digests[place]
+    if request.verify:
+        equal &= False
+    closed = chosen & ~equal
+    closed[: scan.done] = False
+    return _Passed(seen, equal, closed, scan.steps.num_events[place])
+
+
+def _count_passed(scan: RankScan, passed: _Passed, stop: int) -> None:
+    """Count the steps up to `stop` that are not decoded."""
+    part = slice(scan.done, stop)
+    seen, equal, num_events = passed.seen[part], passed.equal[part], passed.num_events[part]
+    counted = int(num_events[equal].sum())
+    scan.compared += counted
+    scan.certified += counted
+    scan.common_boundaries += counted
+    scan.filtered += int(num_events[~equal & ~seen].sum())
+    if (equal | seen).any():
+        scan.memory = replace(scan.memory, is_first=False, generators={})
+    filled = np.flatnonzero(equal & (num_events > 0))
+    if len(filled):
+        last = filled[-1]
+        scan.last_equal = (int(scan.todo[part][last]), int(num_events[last]) - 1)
+    scan.done = stop
 
 
 def _compare_step(
@@ -135,15 +182,6 @@ def _compare_step(
     _count_pairs(scan, step, pairing, chosen, found.divergent)
     if found.divergent:
         scan.step, scan.findings, scan.chosen = step, found.divergent, chosen
-
-
-def _count_equal_step(scan: RankScan, step: int, num_events: int) -> None:
-    scan.compared += num_events
-    scan.certified += num_events
-    scan.common_boundaries += num_events
-    scan.memory = replace(scan.memory, is_first=False, generators={})
-    if num_events:
-        scan.last_equal = (step, num_events - 1)
 
 
 def _restricted(

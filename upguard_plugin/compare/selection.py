@@ -47,6 +47,13 @@ class Numbers:
             first <= number and (last is None or number <= last) for first, last in self.ranges
         )
 
+    def holds(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """One answer per number."""
+        found = np.zeros(len(numbers), dtype=np.bool_)
+        for first, last in self.ranges:
+            found |= (numbers >= first) & (True if last is None else numbers <= last)
+        return found
+
     def finite(self) -> list[int]:
         """The numbers that are certainly meant: all but those of ranges without an end."""
         numbers: set[int] = set()
@@ -95,6 +102,12 @@ class Selection:
 
     def has_step(self, step: int) -> bool:
         return self.steps is None or step in self.steps
+
+    def has_steps(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """One answer per step."""
+        if self.steps is None:
+            return np.ones(len(steps), dtype=np.bool_)
+        return self.steps.holds(steps)
 
     def has_rank(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks

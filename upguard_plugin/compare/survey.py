@@ -1,19 +1,21 @@
 """What every process must know of every rank, read once by one of them.
 
-In:  a run, and who reads what of which rank.
-Out: the same run, whose layouts and ends are known for all ranks without reading.
+In:  a run whose ranks are listed, and a team.
+Out: the same run, of which is known who recorded something, and each rank's layout and end.
+
+So each process looks at the directories of its own ranks only, and at each small file once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from upguard_plugin.compare.run import Manifest, Run
+from upguard_plugin.compare.pieces import shares_of
+from upguard_plugin.compare.run import Run, RunView
 from upguard_plugin.compare.team import Team
 from upguard_plugin.records import Layout
-from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
+from upguard_plugin.trace.batch import RankEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,49 +27,44 @@ class RankAbout:
     end: RankEnd
 
 
-def surveyed(run: Run, mine: Sequence[int], team: Team) -> Run:
-    """mine: the ranks of the run that this process reads; each rank belongs to one process."""
-    if team.size == 1:
-        return run
-    about = team.share(lambda: [RankAbout(r, run.layout(r), run.end(r)) for r in mine])
-    return _Surveyed(run, {known.rank: known for known in about})
+def surveyed(run: Run, team: Team) -> Run:
+    """Each process looks at the ranks whose beginning it would compare."""
+    shares = shares_of(run.listed_ranks, team.index, team.size)
+    mine = [share.rank for share in shares if share.start == 0]
+    return SurveyedRun(
+        run,
+        team.share(
+            lambda: [
+                RankAbout(rank, run.layout(rank), run.end(rank))
+                for rank in mine
+                if run.has_trace(rank)
+            ]
+        ),
+    )
 
 
-class _Surveyed:
+class SurveyedRun(RunView):
     """A run of which all ranks' layouts and ends are known."""
 
-    def __init__(self, run: Run, about: Mapping[int, RankAbout]) -> None:
-        self._run = run
-        self._about = about
-
-    @property
-    def path(self) -> Path:
-        return self._run.path
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._run.manifest
+    def __init__(self, run: Run, about: Iterable[RankAbout]) -> None:
+        super().__init__(run)
+        self._about = {known.rank: known for known in about}
+        self._ranks = tuple(self._about)
+        self._missing_ranks = run.manifest.missing_ranks(self._ranks)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return self._run.ranks
+        return self._ranks
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        return self._run.missing_ranks
+        return self._missing_ranks
 
-    @property
-    def attempts(self) -> tuple[Path, ...]:
-        return self._run.attempts
+    def has_trace(self, rank: int) -> bool:
+        return rank in self._about
 
     def layout(self, rank: int) -> Layout:
         return self._about[rank].layout
 
     def end(self, rank: int) -> RankEnd:
         return self._about[rank].end
-
-    def steps(self, rank: int) -> tuple[StepEntry, ...]:
-        return self._run.steps(rank)
-
-    def read(self, rank: int, step: int, *, verify: bool = False) -> EventBatch:
-        return self._run.read(rank, step, verify=verify)

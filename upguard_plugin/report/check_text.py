@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from upguard_plugin.check_report import Broken, CheckReport
+from upguard_plugin.report.plain import plain
 
 MAX_LISTED = 5  # breaks, suspects and notes; --verbose prints them all
 _WIDTH = 9
@@ -116,4 +117,4 @@ def _listed(name: str, texts: Sequence[str], verbose: bool) -> list[tuple[str, s
 
 
 def _rows(rows: Sequence[tuple[str, str]], indent: int) -> list[str]:
-    return [f"{' ' * indent}{name:<{_WIDTH}}  {text}".rstrip() for name, text in rows]
+    return [f"{' ' * indent}{name:<{_WIDTH}}  {plain(text)}".rstrip() for name, text in rows]

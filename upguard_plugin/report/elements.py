@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from upguard_plugin.report.plain import plain
 from upguard_plugin.verdict import ElementDiff, SeenDiff, SeenEvent, Specials
 
 _WIDTH = 9
@@ -27,7 +28,7 @@ def diff_lines(pairs: Iterable[SeenDiff], form: str, limit: int | None) -> Itera
 
 def _pair_lines(pair: SeenDiff) -> Iterator[str]:
     event, diff = pair.event, pair.elements
-    yield _headline(event)
+    yield plain(_headline(event))
     rows = [("tensor", f"{event.role} {event.slot}, {event.dtype} {event.shape}")]
     if diff is None:
         rows.append(("target", f"has another form: {pair.target_form}"))
@@ -36,7 +37,7 @@ def _pair_lines(pair: SeenDiff) -> Iterator[str]:
     else:
         rows += _diff_rows(diff)
     for name, text in rows:
-        yield f"    {name:<{_WIDTH}}  {text}"
+        yield f"    {name:<{_WIDTH}}  {plain(text)}"
 
 
 def _headline(event: SeenEvent) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from upguard_plugin.report.plain import plain
 from upguard_plugin.verdict import SeenEvent
 
 # Wide enough for most models; longer names push the rest of their line to the right.
@@ -21,7 +22,7 @@ def event_lines(events: Iterable[SeenEvent], form: str, *, verbose: bool = False
         "fingerprint", "value",
     ).rstrip()  # fmt: skip
     for event in events:
-        yield _row(event, verbose)
+        yield plain(_row(event, verbose))
 
 
 def _row(event: SeenEvent, verbose: bool) -> str:

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from upguard_plugin.verdict import Divergence, EventRef, Tainted, TensorSide, Verdict
+from upguard_plugin.report.plain import plain
+from upguard_plugin.verdict import (
+    Distance,
+    Divergence,
+    EventRef,
+    Reached,
+    Tainted,
+    TensorSide,
+    Verdict,
+)
 
 MAX_NOTES = 12  # further ones are counted; --verbose prints them all
 MAX_CONCURRENT = 5
+MAX_LINKS = 3  # boundaries that the difference reached
 _WIDTH = 9
 
 
@@ -25,6 +35,7 @@ def verdict_text(verdict: Verdict, *, verbose: bool = False, elements: str | Non
     if found is not None:
         lines += _rows(_divergence_rows(found, verdict))
         lines += _rows([] if elements is None else [("elements", elements)])
+        lines += _rows(_spread_rows(verdict, verbose))
     lines += _rows(_ending_rows(verdict, verbose), indent=2)
     if verbose and len(verdict.per_rank) > 1:
         lines += _rows([(f"rank {d.ranks[0]}", _place(d)) for d in verdict.per_rank])
@@ -41,7 +52,7 @@ def headline(verdict: Verdict) -> str:
         if verdict.tainted is None:
             return f"IDENTICAL: {equal}"
         return f"IDENTICAL but for rounding: {equal}; {verdict.tainted.boundaries} are not"
-    return f"INCOMPARABLE: {verdict.notes[0] if verdict.notes else 'nothing was compared'}"
+    return f"INCOMPARABLE: {plain(verdict.notes[0]) if verdict.notes else 'nothing was compared'}"
 
 
 def _when(found: Divergence) -> str:
@@ -74,12 +85,29 @@ def _divergence_rows(found: Divergence, verdict: Verdict) -> list[tuple[str, str
         rows.append(("group", f"{found.group.name} (ranks {members}){seq}"))
     rows += [("baseline", _side(found.baseline)), ("target", _side(found.target))]
     if found.distance is not None:
-        rows.append(("distance", _distance(found)))
+        rows.append(("distance", _distance(found.distance)))
     if found.producer is not None:
         rows.append(("producer", _event(found.producer)))
     if found.source is not None:
         rows.append(("source", f"{found.source.file}:{found.source.line}"))
     return rows
+
+
+def _spread_rows(verdict: Verdict, verbose: bool) -> list[tuple[str, str]]:
+    """How it spread: on the first rank, or on all. The first link is the divergence itself."""
+    rows = []
+    for spread in verdict.spread if verbose else verdict.spread[:1]:
+        links = spread.boundaries[1:] if verbose else spread.boundaries[1 : 1 + MAX_LINKS]
+        name = "spread" if not verbose or len(verdict.spread) == 1 else f"rank {spread.rank}"
+        rows += [(name if place == 0 else "", _link(link)) for place, link in enumerate(links)]
+    return rows
+
+
+def _link(link: Reached) -> str:
+    microbatch = "" if link.microbatch is None else f", micro-batch {link.microbatch}"
+    call = f", call {link.call}" if link.call else ""
+    where = f"{link.boundary} {link.role} {link.slot}{call} ({link.phase}{microbatch})"
+    return where if link.distance is None else f"{where}: {_distance(link.distance)}"
 
 
 _INPUTS = {
@@ -126,13 +154,12 @@ def _rank_names(found: Divergence) -> str:
     return f"{'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks))}"
 
 
-def _distance(found: Divergence) -> str:
-    assert found.distance is not None
-    eps = found.distance.in_eps
-    text = f"{found.distance.relative_l2:.3g} of its norm"
+def _distance(distance: Distance) -> str:
+    eps = distance.in_eps
+    text = f"{distance.relative_l2:.3g} of its norm"
     if eps is not None:
         text += f", {eps:.3g} epsilons"
-    return text + (" (estimated)" if found.distance.estimated else "")
+    return text + (" (estimated)" if distance.estimated else "")
 
 
 def _place(found: Divergence) -> str:
@@ -207,4 +234,4 @@ def _coverage(verdict: Verdict) -> str:
 
 
 def _rows(rows: Sequence[tuple[str, str]], indent: int = 4) -> list[str]:
-    return [f"{' ' * indent}{name:<{_WIDTH}}  {text}".rstrip() for name, text in rows]
+    return [f"{' ' * indent}{name:<{_WIDTH}}  {plain(text)}".rstrip() for name, text in rows]

@@ -8,7 +8,8 @@ interned: `key[i]` is the index in `keys` of event i's `EventKey`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,14 @@ class EventBatch:
 
     def key_of(self, row: int) -> EventKey:
         return self.keys[int(self.key[row])]
+
+    def take(self, rows: Ints) -> EventBatch:
+        """The events of these rows, in their order."""
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        taken: dict[str, Any] = {
+            n: column[rows] for n, column in columns.items() if isinstance(column, np.ndarray)
+        }
+        return replace(self, **taken)
 
     def fingerprint(self, row: int) -> Fingerprint:
         """The event's fingerprint, with the logical shape where the placement is known."""

@@ -18,6 +18,7 @@ from upguard_plugin.records import EventKey
 from upguard_plugin.trace.batch import EventBatch
 
 DIGEST_BYTES = 16
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 KeyHashes = npt.NDArray[np.uint64]  # [keys, 2]
 
@@ -30,7 +31,7 @@ def hash_keys(keys: Sequence[EventKey]) -> KeyHashes:
 
 def _key_bytes(key: EventKey) -> bytes:
     fields = [key.boundary, key.role, key.slot, key.moment, key.dtype, list(key.shape)]
-    return json.dumps(fields, separators=(",", ":")).encode("ascii")
+    return _ENCODER.encode(fields).encode("ascii")
 
 
 def step_digest(batch: EventBatch, key_hashes: KeyHashes | None = None) -> bytes:

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from struct import Struct
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 
 from upguard_plugin.records import SCHEMA_VERSION
 from upguard_plugin.trace.batch import StepEntry
 from upguard_plugin.trace.files import damaged, read_whole
 from upguard_plugin.trace.manifest import refuse_other_schema
+from upguard_plugin.trace.step_table import MARKS, NO_ITERATION, StepTable
 
 NAME = "index.bin"
 MAGIC = b"UPGINDEX"
-NO_ITERATION = -(1 << 63)
-MARKS: tuple[str | None, ...] = (None, "skipped", "rerun")
 
 RECORD = np.dtype(
     [
@@ -44,6 +45,8 @@ RECORD = np.dtype(
 )
 HEADER = np.dtype([("magic", "S8"), ("schema_version", "<u4"), ("record_bytes", "<u4")])
 _CRC_BYTES = 4
+_BODY_AND_CRC = Struct(f"<{RECORD.itemsize - _CRC_BYTES}sI")
+_MOST_EVENTS = 1 << 40  # of a step; more cannot have been recorded, and sums stay exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,51 @@ class StepRecord:
     num_keys: int
     keys_bytes: int
     keys_crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The records of one rank, as they lie in the file: 96 bytes a step."""
+
+    rows: npt.NDArray[np.void]  # of RECORD
+    crc: int  # of the last record, or of the header
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def first(self, count: int) -> Index:
+        """The first `count` of them."""
+        return self if count >= len(self) else Index(self.rows[:count], self.crc)
+
+    def steps(self) -> StepTable:
+        """What they say of the steps."""
+        rows = self.rows
+        return StepTable(
+            rows["step"].astype(np.int64),
+            rows["iteration"].astype(np.int64),
+            rows["num_events"].astype(np.int64),
+            np.frombuffer(rows["digest"].tobytes(), "<u8").reshape(-1, 2),
+            rows["mark"].astype(np.uint32),
+        )
+
+    def record(self, place: int) -> StepRecord:
+        """One of them."""
+        row = self.rows[place]
+        iteration = int(row["iteration"])
+        entry = StepEntry(
+            step=int(row["step"]),
+            iteration=None if iteration == NO_ITERATION else iteration,
+            mark=MARKS[int(row["mark"])],
+            num_events=int(row["num_events"]),
+            digest=row["digest"].tobytes(),
+        )
+        return StepRecord(entry, *(int(row[name]) for name in StepRecord.__slots__[1:]))
+
+    def record_of(self, step: int) -> StepRecord | None:
+        """The record of a step, or None where there is none."""
+        place = int(np.searchsorted(self.rows["step"], step))
+        found = place < len(self) and int(self.rows["step"][place]) == step
+        return self.record(place) if found else None
 
 
 def header_bytes() -> bytes:
@@ -89,8 +137,8 @@ def record_bytes(record: StepRecord, crc: int) -> bytes:
     return body + crc32(body, crc).to_bytes(_CRC_BYTES, "little")
 
 
-def read_index(directory: Path) -> tuple[list[StepRecord], int]:
-    """All whole records of a rank's index, and the checksum of the last of them.
+def read_index(directory: Path) -> Index:
+    """All whole records of a rank's index.
 
     A last record that is cut off belongs to a step that was being written: it does not count.
     Raises TraceError for another schema, changed or missing records.
@@ -98,7 +146,7 @@ def read_index(directory: Path) -> tuple[list[StepRecord], int]:
     path = directory / NAME
     data = read_whole(path)
     if len(data) < HEADER.itemsize and header_bytes().startswith(data):
-        return [], crc32(header_bytes())  # killed while the file was made
+        return Index(np.empty(0, RECORD), crc32(header_bytes()))  # killed while the file was made
     head = np.frombuffer(data[: HEADER.itemsize].ljust(HEADER.itemsize, b"\0"), dtype=HEADER)[0]
     if head["magic"] != MAGIC:
         raise damaged(path, "it is not an index of UpGuard, or its start is damaged")
@@ -106,46 +154,28 @@ def read_index(directory: Path) -> tuple[list[StepRecord], int]:
     if head["record_bytes"] != RECORD.itemsize:
         raise damaged(path, "its start is damaged")
     num_records = (len(data) - HEADER.itemsize) // RECORD.itemsize
-    data = data[: HEADER.itemsize + num_records * RECORD.itemsize]
-    rows = np.frombuffer(data, dtype=RECORD, offset=HEADER.itemsize)
-    crc = _check_chain(data, num_records, path)
-    if num_records and not bool(np.all(np.diff(rows["step"]) > 0)):
-        raise damaged(path, "its steps are not in order")
-    return [_record(row, path) for row in rows], crc
+    records = memoryview(data)[HEADER.itemsize :][: num_records * RECORD.itemsize]
+    crc = _check_chain(records, crc32(data[: HEADER.itemsize]), path)
+    rows = np.frombuffer(records, dtype=RECORD)
+    _check_values(rows, path)
+    return Index(rows, crc)
 
 
-def _check_chain(data: bytes, num_records: int, path: Path) -> int:
-    crc = crc32(data[: HEADER.itemsize])
-    for place in range(num_records):
-        start = HEADER.itemsize + place * RECORD.itemsize
-        end = start + RECORD.itemsize - _CRC_BYTES
-        crc = crc32(data[start:end], crc)
-        if crc.to_bytes(_CRC_BYTES, "little") != data[end : end + _CRC_BYTES]:
+def _check_chain(records: memoryview, crc: int, path: Path) -> int:
+    for place, (body, expected) in enumerate(_BODY_AND_CRC.iter_unpack(records)):
+        crc = crc32(body, crc)
+        if crc != expected:
+            num_records = len(records) // RECORD.itemsize
             raise damaged(path, f"record {place} of {num_records} has a wrong checksum")
     return crc
 
 
-def _record(row: np.void, path: Path) -> StepRecord:
-    mark = int(row["mark"])
-    if mark >= len(MARKS):
-        raise damaged(path, f"unknown mark {mark}")
-    iteration = int(row["iteration"])
-    entry = StepEntry(
-        step=int(row["step"]),
-        iteration=None if iteration == NO_ITERATION else iteration,
-        mark=MARKS[mark],
-        num_events=int(row["num_events"]),
-        digest=row["digest"].tobytes(),
-    )
-    return StepRecord(
-        entry=entry,
-        segment=int(row["segment"]),
-        offset=int(row["offset"]),
-        length=int(row["length"]),
-        head_bytes=int(row["head_bytes"]),
-        head_crc=int(row["head_crc"]),
-        batch_crc=int(row["batch_crc"]),
-        num_keys=int(row["num_keys"]),
-        keys_bytes=int(row["keys_bytes"]),
-        keys_crc=int(row["keys_crc"]),
-    )
+def _check_values(rows: npt.NDArray[np.void], path: Path) -> None:
+    if not len(rows):
+        return
+    if not bool((rows["step"][1:] > rows["step"][:-1]).all()):
+        raise damaged(path, "its steps are not in order")
+    if int(rows["mark"].max()) >= len(MARKS):
+        raise damaged(path, f"unknown mark {int(rows['mark'].max())}")
+    if int(rows["num_events"].max()) > _MOST_EVENTS:
+        raise damaged(path, f"a step of {int(rows['num_events'].max())} events")

@@ -6,7 +6,7 @@ directory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,12 @@ class Manifest:
     fingerprint_version: int = FINGERPRINT_VERSION
     notes: tuple[str, ...] = ()
     recorded_ranks: tuple[int, ...] | None = None  # None: all of them
+
+    def missing_ranks(self, found: Collection[int]) -> tuple[int, ...]:
+        """The ranks that were to be recorded, without those that were found."""
+        expected = range(self.world_size) if self.recorded_ranks is None else self.recorded_ranks
+        there = frozenset(found)
+        return tuple(rank for rank in expected if rank not in there)
 
 
 def write_manifest(run: Path, manifest: Manifest) -> None:

@@ -12,6 +12,8 @@ from upguard_plugin.trace.manifest import refuse_other_schema
 
 NAME = "rank.json"
 
+Ranks = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
@@ -28,32 +30,43 @@ def write(directory: Path, about: RankFile) -> int:
     return len(data)
 
 
-def read(directory: Path) -> RankFile:
-    """Raises TraceError if the file is missing, damaged or of another schema."""
+def exists(directory: Path) -> bool:
+    """Whether there is one. A rank that was killed before it could write it recorded nothing."""
+    return (directory / NAME).exists()
+
+
+def read(directory: Path, axis_ranks: dict[Ranks, Ranks] | None = None) -> RankFile:
+    """Raises TraceError if the file is missing, damaged or of another schema.
+
+    axis_ranks: the rank lists of axes that were read before; equal ones are kept once, as each is
+    that of every rank in it.
+    """
     path = directory / NAME
     fields = from_json(read_whole(path, limit=1 << 26), path)
     refuse_other_schema(fields.get("schema_version"), path)
+    known = {} if axis_ranks is None else axis_ranks
     try:
         return RankFile(
             str(fields["run_id"]),
             int(fields["rank"]),
             str(fields["device"]),
-            _layout(fields["layout"]),
+            _layout(fields["layout"], known),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise damaged(path, f"a field is missing or has a wrong type ({error})") from None
 
 
-def _layout(fields: dict[str, Any]) -> Layout:
+def _layout(fields: dict[str, Any], known: dict[Ranks, Ranks]) -> Layout:
     axes = tuple(
         Axis(
             name=str(axis["name"]),
             size=int(axis["size"]),
             index=int(axis["index"]),
-            ranks=tuple(int(rank) for rank in axis["ranks"]),
+            ranks=known.setdefault(ranks, ranks),
             mesh=str(axis["mesh"]),
         )
         for axis in fields["axes"]
+        for ranks in [tuple(int(rank) for rank in axis["ranks"])]
     )
     stage = fields["zero_stage"]
     return Layout(axes, None if stage is None else int(stage))

@@ -10,36 +10,37 @@ against a checksum in the rank's index.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from collections import OrderedDict
+from functools import cached_property
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
-import pyarrow as pa
 
 from upguard_plugin.errors import TraceError
-from upguard_plugin.records import EventKey, Layout
-from upguard_plugin.trace import keys, rank_file, segments, tensors
-from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
-from upguard_plugin.trace.digest import KeyHashes, hash_keys, step_digest
+from upguard_plugin.records import Layout
+from upguard_plugin.trace import rank_file, tensors
+from upguard_plugin.trace.batch import EventBatch, RankEnd
 from upguard_plugin.trace.end import EndRecord, read_end, read_notes
-from upguard_plugin.trace.files import COPY_AGAIN, damaged, read_range
+from upguard_plugin.trace.files import damaged
 from upguard_plugin.trace.index import NAME as INDEX_NAME
-from upguard_plugin.trace.index import StepRecord, read_index
+from upguard_plugin.trace.index import read_index
 from upguard_plugin.trace.manifest import Manifest, read_manifest
+from upguard_plugin.trace.rank_reader import KeyTables, RankReader
 from upguard_plugin.trace.run_directory import (
     attempt_directories,
     rank_directories,
     rank_name,
     run_id_of,
 )
+from upguard_plugin.trace.step_table import StepTable
+
+_KEPT_RECORDS = 1 << 20  # of all ranks together, 100 MB; what is needed again is read again
 
 
-def open_trace(path: Path) -> Trace:
+def open_trace(path: Path, key_tables: KeyTables | None = None) -> Trace:
     """Open a run for reading; reads its manifest and the names of its ranks, no more.
 
+    key_tables: decoded ones, to share between runs; most ranks of both runs have the same.
     Raises TraceError if there is no run, or not one that this UpGuard reads.
     """
     if not path.exists():
@@ -74,9 +75,7 @@ def open_trace(path: Path) -> Trace:
         raise damaged(
             path / rank_name(strangers[0]), f"the run has only {manifest.world_size} ranks"
         )
-    # A rank whose process was killed before it could write rank.json recorded nothing.
-    present = {r: d for r, d in directories.items() if (d / rank_file.NAME).exists()}
-    return Trace(path, manifest, present, attempts)
+    return Trace(path, manifest, tuple(directories), attempts, key_tables)
 
 
 class Trace:
@@ -86,39 +85,54 @@ class Trace:
         self,
         path: Path,
         manifest: Manifest,
-        directories: Mapping[int, Path],
+        listed_ranks: tuple[int, ...],
         attempts: tuple[Path, ...] = (),
+        key_tables: KeyTables | None = None,
     ) -> None:
         self.path = path
         self.manifest = manifest
-        self.ranks = tuple(directories)
-        expected = manifest.recorded_ranks
-        if expected is None:
-            expected = tuple(range(manifest.world_size))
-        self.missing_ranks = tuple(rank for rank in expected if rank not in directories)
+        self.listed_ranks = listed_ranks  # that have a directory
+        self._listed = frozenset(listed_ranks)
         self.attempts = attempts  # of a restarted job: directories to open as runs of their own
-        self._directories = dict(directories)
-        self._loaded: dict[int, _Rank] = {}
-        self._key_tables: dict[bytes, _KeyTable] = {}  # by digest: most ranks have the same
+        self._about: dict[int, rank_file.RankFile] = {}
+        self._axis_ranks: dict[tuple[int, ...], tuple[int, ...]] = {}  # each kept once
+        self._ends: dict[int, EndRecord] = {}
+        self._loaded: OrderedDict[int, RankReader] = OrderedDict()  # used last: at the end
+        self._num_kept = 0  # records of these
+        self._num_steps: dict[int, int] = {}  # of each rank when it was first looked at
+        self._key_tables: KeyTables = {} if key_tables is None else key_tables
         self._run_id: str | None = None
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that recorded something; looks at the directory of each."""
+        return tuple(rank for rank in self.listed_ranks if self.has_trace(rank))
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """The ranks that were to be recorded and are not there."""
+        return self.manifest.missing_ranks(self.ranks)
+
+    def has_trace(self, rank: int) -> bool:
+        """Whether the rank, which has a directory, recorded something."""
+        return rank_file.exists(self.path / rank_name(rank))
 
     def layout(self, rank: int) -> Layout:
         """How the rank sat in the parallel mesh."""
-        return self._rank(rank).about.layout
+        return self._rank_file(rank).layout
 
     def device(self, rank: int) -> str:
         """The device that the rank computed on."""
-        return self._rank(rank).about.device
+        return self._rank_file(rank).device
 
-    def steps(self, rank: int) -> tuple[StepEntry, ...]:
+    def steps(self, rank: int) -> StepTable:
         """What the rank recorded, step by step; a step that was being written is not there."""
-        return tuple(record.entry for record in self._rank(rank).records.values())
+        return self._rank(rank).index.steps()
 
     def end(self, rank: int) -> RankEnd:
         """Whether the rank's trace is complete, or why not, and its notes."""
-        loaded = self._rank(rank)
-        notes = read_notes(loaded.directory, loaded.end)
-        return RankEnd(loaded.end.complete, loaded.end.reason, notes)
+        end = self._end(rank)
+        return RankEnd(end.complete, end.reason, read_notes(self._directory(rank), end))
 
     def read(self, rank: int, step: int, *, verify: bool = False) -> EventBatch:
         """All events of a rank in a step. Columns are read-only; `keys` is the rank's whole table.
@@ -130,131 +144,59 @@ class Trace:
 
     def has_tensors(self, rank: int, name: str) -> bool:
         """Whether the rank has a dump of that name."""
-        return tensors.has_tensors(self._rank(rank).directory, name)
+        return tensors.has_tensors(self._directory(rank), name)
 
     def read_tensors(self, rank: int, name: str) -> dict[str, np.ndarray]:
         """The arrays of a dump, as `RankWriter.write_tensors` got them."""
-        return tensors.read_tensors(self._rank(rank).directory, name)
+        return tensors.read_tensors(self._directory(rank), name)
 
-    def _rank(self, rank: int) -> _Rank:
-        loaded = self._loaded.get(rank)
-        if loaded is None:
-            loaded = self._loaded[rank] = self._load(rank)
-        return loaded
-
-    def _load(self, rank: int) -> _Rank:
-        directory = self._directories.get(rank)
-        if directory is None:
+    def _directory(self, rank: int) -> Path:
+        if rank not in self._listed:
             raise TraceError(
                 f"cannot read rank {rank} of {self.path}: it has no trace",
                 evidence={"found": f"ranks {', '.join(map(str, self.ranks)) or 'none'}"},
                 remedy=f"copy {rank_name(rank)} from where it was recorded, or leave the rank out",
             )
-        if self._run_id is None:
-            self._run_id = run_id_of(self.path)
-        loaded = _load_rank(directory, self._key_tables)
-        if loaded.about.rank != rank:
-            raise damaged(directory, f"it holds rank {loaded.about.rank}")
-        if loaded.about.run_id and self._run_id and loaded.about.run_id != self._run_id:
-            raise damaged(directory, "it belongs to another run")
+        return self.path / rank_name(rank)
+
+    def _rank_file(self, rank: int) -> rank_file.RankFile:
+        about = self._about.get(rank)
+        if about is None:
+            directory = self._directory(rank)
+            about = rank_file.read(directory, self._axis_ranks)
+            if self._run_id is None:
+                self._run_id = run_id_of(self.path)
+            if about.rank != rank:
+                raise damaged(directory, f"it holds rank {about.rank}")
+            if about.run_id and self._run_id and about.run_id != self._run_id:
+                raise damaged(directory, "it belongs to another run")
+            self._about[rank] = about
+        return about
+
+    def _end(self, rank: int) -> EndRecord:
+        end = self._ends.get(rank)
+        if end is None:
+            self._rank_file(rank)
+            end = self._ends[rank] = read_end(self._directory(rank))
+        return end
+
+    def _rank(self, rank: int) -> RankReader:
+        loaded = self._loaded.get(rank)
+        if loaded is None:
+            loaded = self._loaded[rank] = self._load(rank)
+            self._num_kept += len(loaded.index)
+            while self._num_kept > _KEPT_RECORDS and len(self._loaded) > 1:
+                self._num_kept -= len(self._loaded.popitem(last=False)[1].index)
+        self._loaded.move_to_end(rank)
         return loaded
 
-
-def _load_rank(directory: Path, key_tables: dict[bytes, _KeyTable]) -> _Rank:
-    about = rank_file.read(directory)
-    # The end first: a run still being written may add steps between the two reads.
-    end = read_end(directory)
-    records, index_crc = read_index(directory)
-    if end.num_steps is not None and (end.num_steps, end.index_crc) != (len(records), index_crc):
-        raise damaged(
-            directory / INDEX_NAME, f"it holds {len(records)} steps, {end.num_steps} were written"
-        )
-    by_step = {record.entry.step: record for record in records}
-    return _Rank(directory, about, end, by_step, key_tables)
-
-
-@dataclass(slots=True)
-class _KeyTable:
-    keys: tuple[EventKey, ...]
-    hashes: KeyHashes | None = None  # made when a digest is verified
-
-
-@dataclass(slots=True)
-class _Rank:
-    """What was read of one rank so far."""
-
-    directory: Path
-    about: rank_file.RankFile
-    end: EndRecord
-    records: dict[int, StepRecord]
-    key_tables: dict[bytes, _KeyTable]
-    schemas: dict[int, pa.Schema] = field(default_factory=dict)  # by segment
-    key_table: _KeyTable | None = None
-
-    def read(self, step: int, *, verify: bool) -> EventBatch:
-        record = self.records.get(step)
-        if record is None:
-            raise TraceError(
-                f"cannot read step {step} of {self.directory}: it was not recorded",
-                evidence={"recorded": _span(list(self.records))},
-                remedy="name a recorded step",
+    def _load(self, rank: int) -> RankReader:
+        # The end first: a run still being written may add steps between the two reads.
+        end, directory = self._end(rank), self._directory(rank)
+        index = read_index(directory)
+        known = self._num_steps.setdefault(rank, len(index))
+        if end.num_steps is not None and (end.num_steps, end.index_crc) != (len(index), index.crc):
+            raise damaged(
+                directory / INDEX_NAME, f"it holds {len(index)} steps, {end.num_steps} were written"
             )
-        path = self.directory / segments.segment_name(record.segment)
-        schema = self._schema(record, path)
-        body = _checked(path, record.offset, record.length, record.batch_crc)
-        columns = segments.decode(body, schema, record.entry.num_events, path)
-        key_table = self._load_keys()
-        key = columns["key"]
-        if len(key) and not 0 <= int(key.min()) <= int(key.max()) < record.num_keys:
-            raise damaged(path, "an event has a key that is not in the key table")
-        entry = record.entry
-        batch = EventBatch(
-            step=step, keys=key_table.keys, iteration=entry.iteration, mark=entry.mark, **columns
-        )
-        if verify:
-            self._verify(batch, entry, key_table, path)
-        return batch
-
-    def _schema(self, record: StepRecord, path: Path) -> pa.Schema:
-        schema = self.schemas.get(record.segment)
-        if schema is None:
-            head = _checked(path, 0, record.head_bytes, record.head_crc)
-            schema = self.schemas[record.segment] = segments.decode_schema(head, path)
-        return schema
-
-    def _load_keys(self) -> _KeyTable:
-        if self.key_table is None:
-            last = next(reversed(self.records.values()))
-            path = self.directory / keys.NAME
-            data = _checked(path, 0, last.keys_bytes, last.keys_crc)
-            digest = blake2b(data).digest()
-            if digest not in self.key_tables:
-                table = _KeyTable(keys.decode_keys(data, last.num_keys, path))
-                self.key_tables[digest] = table
-            self.key_table = self.key_tables[digest]
-        return self.key_table
-
-    def _verify(
-        self, batch: EventBatch, entry: StepEntry, key_table: _KeyTable, path: Path
-    ) -> None:
-        if key_table.hashes is None:
-            key_table.hashes = hash_keys(key_table.keys)
-        if not bool(np.all(np.diff(batch.seq) > 0)):
-            raise damaged(path, f"the events of step {entry.step} are not in program order")
-        if step_digest(batch, key_table.hashes) != entry.digest:
-            raise damaged(path, f"the events of step {entry.step} do not have its digest")
-
-
-def _checked(path: Path, offset: int, length: int, crc: int) -> bytes:
-    data = read_range(path, offset, length)
-    if crc32(data) != crc:
-        raise damaged(
-            path, f"bytes {offset} to {offset + length} have a wrong checksum", COPY_AGAIN
-        )
-    return data
-
-
-def _span(steps: list[int]) -> str:
-    if not steps:
-        return "no step"
-    return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+        return RankReader(directory, index.first(known), self._key_tables)

@@ -11,7 +11,7 @@ recorded (another module, a view, a bypassed one) may still write, so it has to 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -21,13 +21,11 @@ from upguard_plugin.capture.operators.locator import Locator
 from upguard_plugin.capture.operators.places import Place
 from upguard_plugin.capture.operators.schema import Operator, describe, opaque_operator
 from upguard_plugin.capture.operators.sites import Site, Sites
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.rng import generator_state
 from upguard_plugin.capture.shield import out_of_sight, shielded
 from upguard_plugin.capture.storages import Storages, extent_of
 from upguard_plugin.trace.batch import NONE
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
 
 _RNG_SLOT = "generator"
 
@@ -48,7 +46,7 @@ class Running:
 class OperatorCalls:
     """Records the operators of one run, in program order. Its public methods are shielded."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Host) -> None:
         self.recorder = guard.recorder
         self.storages = Storages()
         self._position = guard.position

@@ -6,8 +6,6 @@ Out: a `Place` and a phase.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from upguard_plugin.capture.operators.arguments import Argument
@@ -20,10 +18,8 @@ from upguard_plugin.capture.operators.places import (
     is_recomputing,
 )
 from upguard_plugin.capture.operators.source import SourceFinder
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.trace.batch import NONE
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
 
 _ACCUMULATE, _BACKWARD, _RECOMPUTE = "accumulate", "backward", "recompute"
 
@@ -31,7 +27,7 @@ _ACCUMULATE, _BACKWARD, _RECOMPUTE = "accumulate", "backward", "recompute"
 class Locator:
     """Knows the places of a step's operators."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Host) -> None:
         self._guard = guard
         self._position = guard.position
         self._nodes = NodePlaces()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,10 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upguard_plugin.capture.operators.calls import OperatorCalls
 from upguard_plugin.capture.operators.modes import below_others, leave_mode
 from upguard_plugin.capture.operators.opaque import OpaqueCode
+from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
-
-if TYPE_CHECKING:
-    from upguard_plugin.capture.guard import Guard
 
 _RNG_SLOT = "generator"
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -37,7 +35,7 @@ class OperatorProbe(TorchDispatchMode):
         # Otherwise torch.compile would fall back to eager under this mode: another program.
         return True
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Host) -> None:
         super().__init__()
         self.recorder = guard.recorder
         self.calls = OperatorCalls(guard)

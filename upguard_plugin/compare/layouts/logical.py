@@ -144,7 +144,7 @@ class LogicalRun:
 
     def __init__(self, pair: LogicalPair, side: int, run: Run) -> None:
         self._pair, self._side, self._run = pair, side, run
-        self.ranks = (LOGICAL_RANK,)
+        self.ranks = self.listed_ranks = (LOGICAL_RANK,)
         self.missing_ranks = run.missing_ranks
 
     @property
@@ -158,6 +158,9 @@ class LogicalRun:
     @property
     def attempts(self) -> tuple[Path, ...]:
         return self._run.attempts
+
+    def has_trace(self, rank: int) -> bool:
+        return rank == LOGICAL_RANK
 
     def layout(self, rank: int) -> Layout:
         return Layout()
