@@ -16,8 +16,9 @@ flags() {
   case $1 in
     tp1) echo "$plain" ;;
     tp2) echo "$plain $tp2" ;;
-    tp2-sp) echo "$plain $tp2 --sequence-parallel" ;;
-    pp2) echo "--pipeline-model-parallel-size 2" ;;  # with dropout
+    tp2-sp) echo "$tp2 --sequence-parallel" ;;  # with dropout
+    sp | unmarked) echo "$plain $tp2 --sequence-parallel" ;;
+    pp2) echo "$plain --pipeline-model-parallel-size 2" ;;
     vpp2) echo "$plain --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1" ;;
     dp2) echo "$plain --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather" ;;
     ep2) echo "$plain --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-topk 2 --disable-bias-linear" ;;
@@ -27,26 +28,29 @@ flags() {
   esac
 }
 
+once() {  # LAYOUT: recorded one time
+  # shellcheck disable=SC2046  # words on purpose
+  ONLY=1 OUT=$out/$1 "$here/run_pretrain_gpt.sh" "$checkout" $(flags "$1") || failed=1
+}
+
 [[ $# -gt 0 ]] || set -- tp1 tp2 tp2-sp pp2 vpp2 dp2 ep2 save load across unmarked
 for layout in "$@"; do
   echo "== $layout"
-  if [[ $layout == across ]]; then  # those that have one process's weights and samples
-    for other in tp2 tp2-sp dp2; do
-      upguard compare "$out/tp1/baseline" "$out/$other/baseline" || failed=1
-    done
-    continue
-  fi
-  if [[ $layout == unmarked ]]; then  # compared with tp2-sp, which must have run
-    # shellcheck disable=SC2046  # words on purpose
-    PROGRAM=$here/unmarked_norm.py ONLY=1 OUT=$out/unmarked \
-      "$here/run_pretrain_gpt.sh" "$checkout" $(flags tp2-sp) || failed=1
-    upguard compare "$out/tp2-sp/baseline" "$out/unmarked/baseline"
-    [[ $? == 1 ]] || failed=1
-    continue
-  fi
-  [[ $layout == tp1 ]] && processes=1 || processes=2
-  # shellcheck disable=SC2046
-  NPROC=$processes OUT=$out/$layout \
-    "$here/run_pretrain_gpt.sh" "$checkout" $(flags "$layout") || failed=1
+  case $layout in
+    across)  # those that have one process's weights and samples
+      once sp
+      for other in tp2 sp dp2; do
+        upguard compare "$out/tp1/baseline" "$out/$other/baseline" || failed=1
+      done ;;
+    unmarked)
+      PROGRAM=$here/unmarked_norm.py once unmarked
+      upguard compare "$out/sp/baseline" "$out/unmarked/baseline"; [[ $? == 1 ]] || failed=1
+      upguard check "$out/unmarked/baseline"; [[ $? == 1 ]] || failed=1 ;;
+    *)
+      [[ $layout == tp1 ]] && processes=1 || processes=2
+      # shellcheck disable=SC2046
+      NPROC=$processes OUT=$out/$layout \
+        "$here/run_pretrain_gpt.sh" "$checkout" $(flags "$layout") || failed=1 ;;
+  esac
 done
 exit $failed

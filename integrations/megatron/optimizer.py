@@ -11,7 +11,7 @@ The torch optimizer inside is watched by capture itself, which asks here for the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from upguard_plugin.capture.clipping import Replacement
+from upguard_plugin.capture.gradients import NamedParameter
 from upguard_plugin.capture.guard import Guard
 from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.capture.shield import shielded
@@ -119,6 +120,7 @@ class MegatronOptimizerProbe:
         states = self._guard.states
         states.sources.append(self._record_loss_scale)
         states.optimizers.known_masters = self._known_masters
+        states.gradients.main_grads_at_rest = self._own_gradients
         if any(_gathers_late(chunk) for chunk in self._chunks):
             states.at_rest = self._at_rest
 
@@ -134,21 +136,23 @@ class MegatronOptimizerProbe:
         if self._final == position.step or not self.recorder.active:
             return
         self._final = position.step
-        whole = []
-        slices = []
-        for name, parameter in self._guard.names.parameters.items():
-            grad = getattr(parameter, "main_grad", None)
+        with Snapshot(self._guard, "grad_sync") as now:
+            own = self._own_gradients(list(self._guard.names.parameters.items()))
+            now.tensors("main_grad", "main_grad", own)
+        self._guard.states.gradients.mark_complete()
+
+    def _own_gradients(self, parameters: Sequence[NamedParameter]) -> list[tuple[str, Tensor]]:
+        """What this rank has of the gradients once they are reduced: all, or its slices."""
+        found = []
+        for name, parameter in parameters:
+            grad, shard = getattr(parameter, "main_grad", None), self._shards.get(name)
             if not isinstance(grad, Tensor):
                 continue
             if not self._is_distributed:
-                whole.append((name, grad))
-            elif name in self._shards:  # the rest of it was not reduced to this rank
-                shard = self._shards[name]
-                slices.append((name, grad.view(-1)[shard.start : shard.end]))
-        with Snapshot(self._guard, "grad_sync") as now:
-            now.tensors("main_grad", "main_grad", whole)
-            now.tensors("main_grad", "main_grad", slices)
-        self._guard.states.gradients.mark_complete()
+                found.append((name, grad))
+            elif shard is not None:  # the rest of it was not reduced to this rank
+                found.append((name, grad.view(-1)[shard.start : shard.end]))
+        return found
 
     def _before_step(self, *_args: Any, **_kwargs: Any) -> None:
         self.record_final_gradients()

@@ -141,17 +141,8 @@ def find_rules(
     fill = _Fill(layout, sequence_parallel=getattr(config, "sequence_parallel", False))
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    undescribed: list[str] = []  # modules
-    unlike: list[str] = []  # modules whose tensors have no partner on one rank
-    for name, module in names.walk():
-        bases = {base.__name__ for base in type(module).__mro__}
-        parent = names.modules.get(name.rpartition(".")[0] or names.roots[0])
-        if not bases.isdisjoint(UNDESCRIBED):
-            undescribed.append(name)
-        elif is_second_embedding(module, parent):
-            unlike.append(name)
-        if _is_inside(name, undescribed + unlike):
-            continue
+    undescribed = [name for name, module in names.walk() if _is_a(module, *UNDESCRIBED)]
+    for name, module, parent in _described(names, undescribed):
         if is_inside_experts(name):
             activations = expert_activations(name, module, layout, config)
         else:
@@ -165,8 +156,8 @@ def find_rules(
             continue
         if not _is_between_meshes(name, parameter, layout):
             specs[name] = parameter_spec(name, parameter, config, vocabulary_size)
-    for name, module in _grouped(names):
-        for weight in grouped_weights(name, module):
+    for name, module in names.walk():
+        for weight in grouped_weights(name, module) if _is_a(module, "GroupedMLP") else ():
             if weight.name in specs:
                 specs[weight.name], shapes[weight.name] = weight.spec, weight.shape
     for batch in ("input_ids", "position_ids", "labels", "loss_mask", "tokens"):
@@ -174,14 +165,23 @@ def find_rules(
     return Rules(specs, shapes)
 
 
+def _described(names: ParameterNames, undescribed: list[str]) -> Iterator[tuple[str, Any, Any]]:
+    """(name, module, parent) of all modules whose tensors have a partner on one rank."""
+    left_out = list(undescribed)
+    for name, module in names.walk():
+        parent = names.modules.get(name.rpartition(".")[0] or names.roots[0])
+        if is_second_embedding(module, parent):
+            left_out.append(name)
+        if not _is_inside(name, left_out):
+            yield name, module, parent
+
+
+def _is_a(module: Any, *classes: str) -> bool:
+    return not {base.__name__ for base in type(module).__mro__}.isdisjoint(classes)
+
+
 def _is_inside(name: str, undescribed: list[str]) -> bool:
     return any(f"{name}.".startswith(f"{outer}.") for outer in undescribed)
-
-
-def _grouped(names: ParameterNames) -> Iterator[tuple[str, Any]]:
-    for name, module in names.walk():
-        if any(base.__name__ == "GroupedMLP" for base in type(module).__mro__):
-            yield name, module
 
 
 def _is_between_meshes(name: str, parameter: Any, layout: Layout) -> bool:

@@ -59,7 +59,7 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     draw = torch.Generator().manual_seed(10 + dist.get_rank())
-    with upguard_plugin.enable(model, optimizer, config) as guard:
+    with upguard_plugin.enable(model, optimizer, config, layout={"ep": 2}) as guard:
         for step in range(RESUMED_STEP + 1):
             if step == RESUMED_STEP and variant != "baseline":  # saved by a rank, and loaded
                 saver = 0 if variant == "target" else dist.get_rank()
@@ -82,5 +82,8 @@ CASE = Case(
         "step": RESUMED_STEP, "microbatch": None, "phase": "start", "kind": "rng", "ranks": [1],
         "boundary": "rng.moe.gate.expert", "role": "rng",
     },
-    waits="the target alone",
+    broken={
+        "invariant": "streams-differ", "step": RESUMED_STEP, "phase": "start", "ranks": [0, 1],
+        "boundary": "rng.moe.gate.expert", "role": "rng",
+    },
 )  # fmt: skip

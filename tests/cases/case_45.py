@@ -71,9 +71,11 @@ CASE = Case(
     answer={
         "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [1],
         "operator": "c10d._reduce_scatter_base_", "role": "output", "inputs_equal": True,
+        "boundary": "reduce_scatter[ranks 1]", "moment": "completion", "call": 0,
     },
     broken={
         "invariant": "alone-unchanged", "step": 0, "phase": "grad_sync", "ranks": [1],
         "boundary": "reduce_scatter[ranks 1]",
     },
+    waits="the elements, and whose they are: a flat buffer of a loop's own has no name",
 )  # fmt: skip

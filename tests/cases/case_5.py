@@ -72,4 +72,5 @@ CASE = Case(
         "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1], "call": 0,
         "boundary": "all_reduce[world]", "role": "input", "moment": "launch",
     },
+    waits="which gradients the buffer holds: a flat buffer of a loop's own has no name",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.cases.case import Case, check_of, grade, grade_check, verdict_of
+from tests.cases.case import Case, check_of, first_is, grade, grade_check, verdict_of
 from tests.cases.recordings import Recordings, all_cases
 
 HEAD = """# Cases
@@ -22,14 +22,25 @@ Public bug reports, each as a tiny training with a fault on and off. Written by 
 recipes and the answers that are expected lie in `tests/cases/`. A case is solved if every field of
 its answer is right and its clean twin (the same code, the fault off) is called identical.
 
-Pairs of runs have one layout each. The reports 11, 25, 29 and 63 are about two layouts, or other
-micro-batches, and have no recipe yet; the last column names what a row leaves out for that reason
-or because one run alone should tell it.
+- *check*: `upguard check` of the faulty run alone names the invariant that is broken, and breaks
+  none in the twin.
+- *one rank*: the same against a run of one rank, with the exact model (docs/exact.md); cases 11,
+  25, 29 and 63 compare other layouts or micro-batches in the first place.
+- *open*: what of the report's answer is not given.
 
-Random search (`tests/cases/random_search.py`): 40 faults with every test run, 300 by
-`make cases-long`.
+Siblings of the cases, bugs of the same kinds in other places, lie in `tests/cases/siblings/`, the
+exact model and pairs of all its layouts in `tests/tx/`.
+
+Random search (`tests/cases/random_search.py`) plants faults whose answer is known by construction:
+40 with every test run, 300 by `make cases-long`. Of those 300, 300 are named exactly and none is a
+false alarm; the seeds are fixed, so that this is a statement about those 300.
+
+No other tool takes part: DebugMode has no verdict to grade, and msprobe is not installed here.
 """
-COLUMNS = ("step", "micro-batch", "boundary", "operator", "ranks", "kind", "other", "check", "twin")
+COLUMNS = (
+    "step", "micro-batch", "boundary", "operator", "ranks", "kind", "other", "check", "one rank",
+    "twin",
+)  # fmt: skip
 _COLUMN_OF = {"microbatch": "micro-batch", "phase": "step", "role": "boundary", "slot": "boundary"}
 
 
@@ -37,11 +48,17 @@ def score(case: Case, recordings: Recordings) -> dict[str, bool]:
     """Right or wrong for each column that the case asks for."""
     baseline, target = recordings.of(case, "baseline"), recordings.of(case, "target")
     twin = recordings.of(case, "twin")
-    scores = _by_column(grade(case, verdict_of(baseline, target)))
-    scores["twin"] = verdict_of(baseline, twin)["verdict"] == "identical"
+    scores = _by_column(grade(case, verdict_of(baseline, target, *case.options)))
+    clean = recordings.of(case, case.twin_of)
+    scores["twin"] = verdict_of(clean, twin, *case.options)["verdict"] == "identical"
     if case.broken is not None:
         named = all(grade_check(case, check_of(target)).values())
         scores["check"] = named and not check_of(twin)["broken"]
+    if case.whole is not None:
+        whole = recordings.of(case, "whole")
+        named = first_is(verdict_of(whole, target, "--exact"), case.whole)
+        silent = verdict_of(whole, twin, "--exact")["verdict"] == "identical"
+        scores["one rank"] = named and silent
     return scores
 
 

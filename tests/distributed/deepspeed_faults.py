@@ -225,3 +225,10 @@ def step_is_skipped_without_an_overflow(engine: Any) -> None:
 def loss_is_not_scaled(engine: Any) -> None:
     """fp16: backward starts from the loss as it is, and the step divides by the scale."""
     engine.optimizer.scale_if_loss = lambda loss: loss
+
+
+def pipeline_reduces_nothing(engine: Any) -> None:
+    """The pipeline's own schedule leaves out the reduction over its replicas."""
+    from deepspeed.runtime.pipe.schedule import ReduceGrads
+
+    engine._INSTRUCTION_MAP[ReduceGrads] = lambda self: None

@@ -25,7 +25,7 @@ class Case:
 def train_parallel(case: Case, training: Training) -> dict[str, Any]:
     """Train, and return what is left on this rank: weights, masters and moments by name."""
     deepspeed = prepare()
-    deepspeed.utils.groups.mpu = None
+    deepspeed.utils.groups.mpu = deepspeed.utils.groups.mesh_device = None
     torch.manual_seed(0)
     model, more = case.build()
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -79,12 +79,12 @@ def _experts(ep_size: int) -> Case:
 class Ulysses(nn.Module):
     """Attention over a sequence that two ranks share, by DeepSpeed's all-to-alls."""
 
-    def __init__(self, mpu: Any) -> None:
+    def __init__(self, group: Any) -> None:
         super().__init__()
         from deepspeed.sequence.layer import DistributedAttention
 
         self.qkv = nn.Linear(8, 24)
-        self.attention = DistributedAttention(_attend, mpu.get_sequence_parallel_group(), 2, 1)
+        self.attention = DistributedAttention(_attend, group, 2, 1)
         self.out = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,11 @@ def _ulysses() -> tuple[nn.Module, dict[str, Any]]:
 
     if mpu._SEQUENCE_PARALLEL_GROUP is None:
         mpu.initialize_sequence_parallel(2)
-    return Ulysses(mpu), {"mpu": mpu}
+    return Ulysses(mpu.get_sequence_parallel_group()), {"mpu": mpu}
+
+
+def _ulysses_by_mesh() -> tuple[nn.Module, dict[str, Any]]:
+    return Ulysses(dist.new_group([0, 1])), {"mesh_param": (1, 2)}
 
 
 class TensorMpu:
@@ -237,6 +241,7 @@ CASES = {
     "experts-2": _experts(2),  # each rank has two of the four experts
     "experts-1": _experts(1),  # each rank has all
     "ulysses": Case(_ulysses, lambda g: (torch.randn(2, 4, 8, generator=g),)),
+    "ulysses-mesh": Case(_ulysses_by_mesh, lambda g: (torch.randn(2, 4, 8, generator=g),)),
     "mpu": Case(
         _tensor_parallel, lambda g: (torch.randn(2, 6, generator=g),), same_data=True
     ),

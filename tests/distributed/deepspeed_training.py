@@ -27,6 +27,7 @@ class Training:
     dtype: str = "fp32"
     accumulation: int = 1
     steps: int = 2
+    done: int = 0  # steps that were made before: their batches are left out
     config: dict[str, Any] = field(default_factory=dict)  # merged into DeepSpeed's
     zero: dict[str, Any] = field(default_factory=dict)
     upguard: dict[str, Any] | None = None  # the block; None: not recorded
@@ -103,6 +104,7 @@ def run_steps(engine: Any, training: Training) -> dict[str, torch.Tensor]:
     """The steps; each rank has its own data. The last reduced gradients, where they are kept."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[training.dtype]
+    torch.randn(training.done * training.accumulation, 2, 4, generator=generator)
     kept: dict[str, torch.Tensor] = {}
     number = training.steps * training.accumulation
     for forward in range(number):
@@ -261,7 +263,25 @@ def block(folder: Path | str, **settings: Any) -> dict[str, Any]:
     return {"enabled": True, "output_dir": str(folder), **settings}
 
 
-def record_pipeline(ranks: Any, run: Path | None, fault: Any = None, program: str = "clean") -> Any:
+def train_without_sync(training: Training) -> dict[str, Any]:
+    """Two backwards a step, the first under `no_sync`; the weights that are left."""
+    engine = make_engine(training)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    try:
+        for _ in range(training.steps):
+            with engine.no_sync():
+                engine.backward(engine(torch.randn(2, 4, generator=generator)).square().mean())
+            engine.backward(engine(torch.randn(2, 4, generator=generator)).square().mean())
+            engine.step()
+        return {"weights": weights(engine)}
+    finally:
+        engine.destroy()
+
+
+def record_pipeline(
+    ranks: Any, run: Path | None, fault: Any = None, program: str = "clean", **changes: Any
+) -> Any:
     """Train the pipeline of two micro-batches on these ranks, recorded where a folder is given."""
     upguard = None if run is None else block(run, program=program)
-    return ranks.run(train_pipeline, Training(0, accumulation=2, upguard=upguard, fault=fault))
+    training = Training(accumulation=2, upguard=upguard, fault=fault, **changes)
+    return ranks.run(train_pipeline, training)

@@ -56,9 +56,9 @@ def spoil(engine, loaded):
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
-def test_what_is_loaded_is_what_was_saved(two_ranks, tmp_path, stage, dtype):
+def test_what_is_loaded_is_what_was_saved(deepspeed_ranks, tmp_path, stage, dtype):
     training = Training(stage=stage, dtype=dtype, steps=1, upguard=block(tmp_path / "run"))
-    two_ranks.run(saves_and_loads, training, str(tmp_path / "saved"), False)
+    deepspeed_ranks.run(saves_and_loads, training, str(tmp_path / "saved"), False)
 
     report = check_run(open_trace(tmp_path / "run"), Selection())
 
@@ -66,9 +66,9 @@ def test_what_is_loaded_is_what_was_saved(two_ranks, tmp_path, stage, dtype):
     assert report.checked["saved-is-loaded"] > 20
 
 
-def test_a_load_that_leaves_other_weights_is_named(two_ranks, tmp_path):
+def test_a_load_that_leaves_other_weights_is_named(deepspeed_ranks, tmp_path):
     training = Training(stage=0, steps=1, upguard=block(tmp_path / "run"))
-    two_ranks.run(saves_and_loads, training, str(tmp_path / "saved"), True)
+    deepspeed_ranks.run(saves_and_loads, training, str(tmp_path / "saved"), True)
 
     first = check_run(open_trace(tmp_path / "run"), Selection()).broken[0]
 

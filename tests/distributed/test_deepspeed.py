@@ -11,7 +11,7 @@ import deepspeed_faults as faults
 import pytest
 import torch
 from deepspeed_runs import broken, last_events, merged, verdict
-from deepspeed_training import Training, block, record_pipeline, train
+from deepspeed_training import Training, block, record_pipeline, train, train_without_sync
 from memory_trace import hash_of
 
 from upguard_plugin.trace.reader import open_trace
@@ -183,6 +183,50 @@ def test_a_pipeline_is_recorded_by_microbatch_receives_and_sends_too(deepspeed_r
     data = {(k.boundary, k.role) for k in batch.keys if k.role == "data"}
     assert data == {("labels", "data")}
     assert trace.layout(1).axis("pp").index == 1
+
+
+@pytest.mark.parametrize(
+    "stage, dtype",
+    [
+        pytest.param(*one, marks=[] if one == (1, "bf16") else pytest.mark.long)
+        for one in ((0, "bf16"), (1, "fp32"), (1, "bf16"))
+    ],
+)
+def test_a_pipeline_of_any_dtype_repeats_itself(deepspeed_ranks, tmp_path, stage, dtype):
+    runs = [None, tmp_path / "baseline", tmp_path / "target"]
+    plain, ends, _ = (
+        record_pipeline(deepspeed_ranks, run, stage=stage, dtype=dtype) for run in runs
+    )
+
+    for rank in (0, 1):
+        for name, weight in plain[rank]["weights"].items():
+            assert weight.equal(ends[rank]["weights"][name]), f"capture changed {name}"
+    assert verdict(*runs[1:]).verdict == "identical"
+    assert not broken(runs[1])
+    masters = last_events(runs[1], "optimizer", "master", "master")
+    stages = [{f"{name}" for name in ends[rank]["weights"]} for rank in (0, 1)]
+    assert len(masters) == len(stages[0] | stages[1])
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_backwards_without_sync_are_calls_of_one_step(deepspeed_ranks, tmp_path, stage):
+    plain = deepspeed_ranks.run(train_without_sync, Training(stage))
+    runs = [tmp_path / "baseline", tmp_path / "target"]
+    ends, _ = (
+        deepspeed_ranks.run(train_without_sync, Training(stage, upguard=block(run))) for run in runs
+    )
+
+    for name, weight in plain[0]["weights"].items():
+        assert weight.equal(ends[0]["weights"][name]), f"capture changed {name}"
+    assert verdict(*runs).verdict == "identical"
+    assert not broken(runs[0])
+    batch = open_trace(runs[0]).read(0, 1)
+    forwards = [
+        int(batch.call[row])
+        for row in range(len(batch))
+        if (key := batch.key_of(row)).boundary == "3" and key.role == "output"
+    ]
+    assert forwards == [0, 1]
 
 
 def moved() -> list[str]:

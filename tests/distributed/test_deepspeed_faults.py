@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import deepspeed_faults as faults
 import pytest
-from deepspeed_runs import answer, verdict
+from deepspeed_runs import answer, broken, verdict
 from deepspeed_training import Training, block, record_pipeline, train
+from ranks import Ranks
 
 pytestmark = [
     pytest.mark.deepspeed,
@@ -128,3 +129,19 @@ def test_a_fault_planted_in_a_pipeline_is_named(deepspeed_ranks, tmp_path, fault
 
     found = verdict(tmp_path / "baseline", tmp_path / "faulty")
     assert answer(found.first_divergence) == expected
+
+
+@pytest.mark.long
+def test_two_replicas_of_a_pipeline_that_are_never_reduced_are_named(tmp_path):
+    ranks = Ranks(4, timeout_s=400)
+    try:
+        for name in ("baseline", "clean", "faulty"):
+            fault = faults.pipeline_reduces_nothing if name == "faulty" else None
+            record_pipeline(ranks, tmp_path / name, fault, "faulty" if fault else "clean")
+    finally:
+        ranks.close()
+
+    assert verdict(tmp_path / "baseline", tmp_path / "clean").verdict == "identical"
+    assert not broken(tmp_path / "clean")
+    found = verdict(tmp_path / "baseline", tmp_path / "faulty").first_divergence
+    assert answer(found) == ""

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with a DeepSpeed config that has our block."""
+"""Hugging Face's Trainer and Accelerate with a DeepSpeed config that has our block."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed_training import block
-from hugging_face_training import ds_config, fine_tune
-from ranks import Ranks
+from hugging_face_training import accelerate, ds_config, fine_tune
 
 from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.trace.reader import open_trace
@@ -26,14 +25,17 @@ pytestmark = [
 ]
 
 
-def test_a_trainer_with_the_block_is_recorded_and_keeps_its_weights(tmp_path):
-    ranks = Ranks(2, timeout_s=240)
-    try:
-        plain = ranks.run(fine_tune, str(tmp_path), 2, None)
-        runs = [tmp_path / "baseline", tmp_path / "target"]
-        recorded = [ranks.run(fine_tune, str(tmp_path), 2, block(run)) for run in runs]
-    finally:
-        ranks.close()
+@pytest.mark.parametrize(
+    "train, microbatches",
+    [(fine_tune, {-1, 0, 1}), (accelerate, {-1})],
+    ids=["trainer", "accelerate"],
+)
+def test_a_loop_with_the_block_is_recorded_and_keeps_its_weights(
+    deepspeed_ranks, tmp_path, train, microbatches
+):
+    plain = deepspeed_ranks.run(train, str(tmp_path), 2, None)
+    runs = [tmp_path / "baseline", tmp_path / "target"]
+    recorded = [deepspeed_ranks.run(train, str(tmp_path), 2, block(run)) for run in runs]
 
     for rank in (0, 1):
         for name, weight in plain[rank].items():
@@ -43,7 +45,7 @@ def test_a_trainer_with_the_block_is_recorded_and_keeps_its_weights(tmp_path):
     assert found.verdict == "identical", found.notes
     assert [step.iteration for step in baseline.steps(0)] == [0, 1]
     batch = baseline.read(0, 1)
-    assert set(batch.microbatch.tolist()) == {-1, 0, 1}
+    assert set(batch.microbatch.tolist()) == microbatches
     roles = {(key.boundary, key.role) for key in batch.keys}
     assert ("transformer.h.0.mlp.c_fc.weight", "master") in roles
     assert ("input_ids", "data") in roles

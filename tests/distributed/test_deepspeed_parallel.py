@@ -146,3 +146,17 @@ def assert_merged(events, whole):
     assert set(events) == set(whole)
     for name, parts in events.items():
         assert merged(parts).h == hash_of(whole[name]), name
+
+
+@pytest.mark.long
+def test_check_sees_that_a_mesh_leaves_sequences_unreduced(parallel_ranks, tmp_path):
+    """DeepSpeed 0.19.8 itself: with `mesh_param` it reduces over the ranks of `dp` alone."""
+    training = Training(1, upguard=block(tmp_path / "run"))
+    ends = parallel_ranks.run(train_case, "ulysses-mesh", training)
+
+    assert not ends[0]["weights"]["qkv.weight"].equal(ends[1]["weights"]["qkv.weight"])
+    axes = open_trace(tmp_path / "run").layout(1).axes
+    assert {axis.name: axis.size for axis in axes} == {"dp": 1, "cp": 2}
+    first = broken(tmp_path / "run")[0]
+    expected = "Main gradient of qkv.weight must be the same on ranks 0, 1, but ranks 0, 1 differ."
+    assert first == expected

@@ -103,6 +103,32 @@ def test_a_replica_on_a_rank_without_gradient_is_broken():
     assert report.broken[0].explanation.endswith("but rank 1 has none.")
 
 
+@pytest.mark.parametrize(
+    ("cls", "sharded", "why"),
+    [
+        ("LayerNorm", ("tp",), "cuts it over tp"),
+        ("ColumnParallelLinear", (), "has it whole on every rank of tp"),
+        ("LayerNorm", (), None),
+        ("ColumnParallelLinear", ("tp",), None),
+        ("Linear", ("tp",), None),
+    ],
+)
+def test_a_mark_that_contradicts_the_modules_class_is_a_suspect(cls, sharded, why):
+    found, called = events(f"""
+        start   - param  fc.weight/value w
+        forward 0 output fc/0            y {cls}
+    """)
+    placement = Placement("o i", (4, 8), (), sharded=sharded)
+    found = replace(found, key=replace(found.key, placement=placement))
+    run = MemoryRun({0: [batch(0, [found, called])]}, layouts={0: layout(0, "tp")})
+
+    report = check_run(run, Selection())
+
+    sentence = f"Parameter fc.weight belongs to a {cls}, but its placement {why}."
+    assert [one.explanation for one in report.suspects] == ([sentence] if why else [])
+    assert report.broken == []
+
+
 RECOMPUTED = """
     forward   0  input   block/0      x      Block
     forward   0  input   drop/0       a      Dropout

@@ -57,37 +57,41 @@ def build(job: Job) -> Trainer:
         if job.deferred:
             _defer_output_layer_only(gpt)
     half = HALF.get(job.dtype)
-    ddp_config = DistributedDataParallelConfig(
+    wrapped = [g if half is None else Float16Module(config, g) for g in gpts]
+    chunks = [
+        DistributedDataParallel(config, _ddp_config(job), w, disable_bucketing=i > 0)
+        for i, w in enumerate(wrapped)
+    ]
+    optimizer = get_megatron_optimizer(_optimizer_config(job), chunks)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    no_sync = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+    return Trainer(job, config, gpts, chunks, optimizer)
+
+
+def _ddp_config(job: Job) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=job.overlap,
         use_distributed_optimizer=job.distributed,
         overlap_param_gather=job.overlap and job.distributed,
         bucket_size=8000 if job.overlap else None,
     )
-    wrapped = [g if half is None else Float16Module(config, g) for g in gpts]
-    chunks = [
-        DistributedDataParallel(config, ddp_config, w, disable_bucketing=i > 0)
-        for i, w in enumerate(wrapped)
-    ]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            lr=1e-3,
-            weight_decay=0.1,
-            bf16=job.dtype == "bf16",
-            fp16=job.dtype == "fp16",
-            initial_loss_scale=2.0**8,
-            params_dtype=half or torch.float32,
-            clip_grad=job.clip,
-            use_distributed_optimizer=job.distributed,
-            overlap_param_gather=job.overlap and job.distributed,
-        ),
-        chunks,
+
+
+def _optimizer_config(job: Job) -> OptimizerConfig:
+    return OptimizerConfig(
+        lr=1e-3,
+        weight_decay=0.1,
+        bf16=job.dtype == "bf16",
+        fp16=job.dtype == "fp16",
+        initial_loss_scale=2.0**8,
+        params_dtype=HALF.get(job.dtype, torch.float32),
+        clip_grad=job.clip,
+        use_distributed_optimizer=job.distributed,
+        overlap_param_gather=job.overlap and job.distributed,
     )
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    no_sync = [chunk.no_sync for chunk in chunks]
-    config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
-    return Trainer(job, config, gpts, chunks, optimizer)
 
 
 def _initialize_groups(job: Job) -> None:

@@ -30,6 +30,7 @@ SPECIAL = [
     Job("experts-apart", tp=2, ep=2, etp=1, experts=4, sequence_parallel=True, layers=1),
     Job("deferred", pp=2, fused=True, deferred=True, layers=2),
     Job("ramp", pp=2, ramp=(2, 4), layers=2),
+    Job("overlapped-plain", overlap=True, layers=2),  # without a distributed optimizer
     Job("heads", tp=2, qk_layernorm=True, layers=1),
     Job("pairs", recompute="pairs", layers=2),
     Job("block", recompute="block", layers=2),
@@ -37,9 +38,9 @@ SPECIAL = [
 JOBS = [*SPECIAL, *whole_matrix(LAYOUTS)]
 # The rest is run by `make test-long`.
 SHORT = ("evaluated", "latent", "further", "experts-apart", "deferred", *pairwise(LAYOUTS))
-NAMES = [
-    pytest.param(job.name, marks=() if job.name in SHORT else pytest.mark.long) for job in JOBS
-]
+LONG = {job.name: pytest.mark.long for job in JOBS if job.name not in SHORT}
+NAMES = [pytest.param(job.name, marks=LONG.get(job.name, ())) for job in JOBS]
+WITH_THE_WEIGHTS_OF_TP2 = {"pp2-full-fp32", "vpp2-selective-fp32", "ramp", "explicit"}
 CUT_IN_PLACE = "fp16"  # unscaling changes the gradients that were recorded before it
 
 
@@ -55,6 +56,8 @@ def ran(request, tmp_path_factory):
         if item.path == request.path
         for name in (item.callspec.params.values() if hasattr(item, "callspec") else SHORT)
     }
+    if asked & WITH_THE_WEIGHTS_OF_TP2:
+        asked.add("tp2-none-fp32")
     jobs = [job for job in JOBS if job.name in asked]
     folder = tmp_path_factory.mktemp("layouts")
     twins = [replace(job, name=f"{job.name}-twin") for job in jobs]
@@ -157,7 +160,7 @@ def test_no_invariant_is_broken(ran, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["pp2-full-fp32", "vpp2-selective-fp32", pytest.param("ramp", marks=pytest.mark.long)]
+    "name", [pytest.param(n, marks=LONG.get(n, ())) for n in sorted(WITH_THE_WEIGHTS_OF_TP2)]
 )
 def test_layouts_begin_with_the_same_weights_under_the_same_names(ran, name):
     folder, _ = ran

@@ -26,28 +26,14 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     from tests.megatron_adapter.gathered_activations import Watch
     from tests.megatron_adapter.model import build, train_step
     from tests.megatron_adapter.seams import moved_seams
-    from upguard_plugin.integrations.megatron import attach
 
     trainer = build(job)
     if job.save:
         save_weights(trainer, Path(job.save))
     if job.load:
         load_weights(trainer, Path(job.load))
-    guard = None
     said: dict[str, Any] = {"steps": [], "moved": moved_seams(trainer)}
-    if job.level is not None:
-        settings: dict[str, Any] = {
-            "output_dir": str(folder / "runs" / job.name),
-            "level": job.level,
-        }
-        settings["program"] = job.program or job.fault or "plain"
-        settings["sketch"] = job.sketch
-        groups = None
-        if job.explicit_groups:
-            from megatron.core.process_groups_config import ProcessGroupCollection  # not in 0.14
-
-            groups = ProcessGroupCollection.use_mpu_process_groups()
-        guard = attach(trainer.chunks, trainer.optimizer, settings, pg_collection=groups)
+    guard = None if job.level is None else _guard(job, trainer, folder)
     for step in range(job.num_steps):
         undo = _plant(job, trainer) if job.fault and step == job.fault_step else None
         if job.evaluate:
@@ -68,16 +54,36 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     if guard is not None:
         guard.close()
         said["left"] = left_behind(trainer)
+    said["weights"] = _digest(trainer)
+    return said
+
+
+def _guard(job: Job, trainer: Any, folder: Path) -> Any:
+    from upguard_plugin.integrations.megatron import attach
+
+    settings: dict[str, Any] = {
+        "output_dir": str(folder / "runs" / job.name),
+        "level": job.level,
+        "program": job.program or job.fault or "plain",
+        "sketch": job.sketch,
+    }
+    groups = None
+    if job.explicit_groups:
+        from megatron.core.process_groups_config import ProcessGroupCollection  # not in 0.14
+
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+    return attach(trainer.chunks, trainer.optimizer, settings, pg_collection=groups)
+
+
+def _digest(trainer: Any) -> str:
+    """Of all weights on this rank."""
     digest = hashlib.sha256()
     for chunk in trainer.chunks:
         for parameter in chunk.parameters():
-            digest.update(
-                parameter.detach().contiguous().view(-1).numpy(force=True).tobytes()
-                if parameter.dtype.itemsize > 2
-                else parameter.detach().float().numpy().tobytes()
-            )
-    said["weights"] = digest.hexdigest()
-    return said
+            whole = parameter.detach()
+            wide = whole if whole.dtype.itemsize > 2 else whole.float()
+            digest.update(wide.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _plant(job: Job, trainer: Any) -> Callable[[], None]:

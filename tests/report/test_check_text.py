@@ -47,10 +47,10 @@ def test_what_broke_comes_first(tmp_path, capsys):
         f"    rank 1     {hash_of('g2'):016x} float32 [4, 8]",
         "  also       step 0, optimizer: fc.weight param value (replicas-agree, ranks 0, 1)",
         "  checked    3 replicas-agree, 1 collectives-match, 1 outputs-agree",
-        "  never      received-is-sent, data-conserved, sums-conserved, alone-unchanged, "
-        "inputs-unchanged, recompute-repeats, consumed-as-produced, weights-in-use, "
-        "gathered-as-kept, weights-move, eval-leaves-weights, frozen-stay, saved-is-loaded, "
-        "masters-round, tied-agree, batches-differ, batches-agree, streams-differ",
+        "  never      marks-fit, received-is-sent, data-conserved, sums-conserved, "
+        "alone-unchanged, inputs-unchanged, recompute-repeats, consumed-as-produced, "
+        "weights-in-use, gathered-as-kept, weights-move, eval-leaves-weights, frozen-stay, "
+        "saved-is-loaded, masters-round, tied-agree, batches-differ, batches-agree, streams-differ",
         "  skipped    1 checks that could not be made (--verbose: why)",
     ]
 

@@ -27,7 +27,9 @@ def rules_of(mesh: Mesh, *, root: str = "") -> dict[str, Any]:
         rules |= {f"{first}.weight": "o[tp] i", f"{second}.weight": "o i[tp]"}
         rules |= {first: rows, second: columns}
     rules |= {
-        "*.weight": "*",
+        "*ln?.weight": "h",
+        "*ln_f.weight": "h",
+        "*.weight": "o i",
         "*.core": _same(f"{inside} o[tp]"),
         "*.act": _same(f"{inside} o[tp]"),
         "*.enter": _grads(f"{outside} h", f"{inside} h", f"{outside} h", f"{inside} h +tp"),

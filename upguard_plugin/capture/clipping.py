@@ -83,6 +83,8 @@ class ClippingProbe:
         replace: list[tuple[Any, str, Any, Any]] = [
             (clip_grad, "_get_total_norm", self._before_norm, self._after_norm),
             (clip_grad, "_clip_grads_with_norm_", None, self._after_clip),
+            # `clip_grad_value_` calls this first; what it leaves shows before the optimizer's step.
+            (clip_grad, "_group_tensors_by_device_and_dtype", self._before_norm, None),
             (GradScaler, "scale", self._before_scale, None),
             (GradScaler, "unscale_", self._before_unscale, self._after_unscale),
         ]
@@ -103,7 +105,7 @@ class ClippingProbe:
 
     @shielded
     def _before_norm(self, *_args: Any, **_kwargs: Any) -> None:
-        # The norm is asked for gradients; whose they are shows after it, in `_after_clip`.
+        # It is about gradients; whose they are shows after it, in `_after_clip`.
         if self.recorder.active and not self._gradients.complete:
             self._gradients.record_complete(list(self._guard.names.parameters.items()))
             self._gradients.mark_complete()

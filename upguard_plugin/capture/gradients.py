@@ -11,7 +11,7 @@ None before it: somebody cleared it in between.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,6 +42,10 @@ class GradientProbe:
         self._accumulated: set[str] = set()  # parameters, in this step
         self._partial: dict[tuple[Placement, tuple[str, ...]], Placement] = {}
         self._complete = False  # gradients were recorded since the last accumulation
+        # What an adapter knows of gradients that a step finds: the part that is valid here.
+        self.main_grads_at_rest: Callable[[Sequence[NamedParameter]], list[tuple[str, Tensor]]] = (
+            _main_grads_of
+        )
 
     def watch(self, parameters: Iterable[NamedParameter]) -> None:
         """Attach to trainable parameters that are not watched yet; forget those that are gone."""
@@ -71,7 +75,7 @@ class GradientProbe:
         if self._is_off:
             return
         now.tensors("grad", "grad", _grads_of(parameters))
-        now.tensors("main_grad", "main_grad", _main_grads_of(parameters))
+        now.tensors("main_grad", "main_grad", self.main_grads_at_rest(parameters))
 
     def record_complete(
         self,
@@ -207,7 +211,12 @@ def _is_expected(parameter: Tensor) -> bool:
 
 
 def _grads_of(parameters: Iterable[NamedParameter]) -> list[tuple[str, Tensor]]:
-    return [(name, p.grad) for name, p in parameters if p.grad is not None]
+    """Gradients but those that are `main_grad` by another name."""
+    return [
+        (name, p.grad)
+        for name, p in parameters
+        if p.grad is not None and p.grad is not getattr(p, "main_grad", None)
+    ]
 
 
 def _main_grads_of(parameters: Iterable[NamedParameter]) -> list[tuple[str, Tensor]]:

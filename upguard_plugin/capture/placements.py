@@ -119,7 +119,7 @@ class Placements:
 
     def _find(self, boundary: str, role: str, slot: str, shape: torch.Size) -> Placement | None:
         spec = self._spec(boundary, role, slot)
-        if spec is not None and (shape or role not in STATE_ROLES):
+        if spec is not None and (shape or role not in STATE_ROLES or not spec.strip()):
             return self.resolve(spec, boundary, shape)
         if self._replicas and role in STATE_ROLES:
             return replicated(shape)

@@ -209,6 +209,9 @@ def _collective(scene: Scene) -> tuple[Kind, str] | None:
 def _unsynchronised(scene: Scene) -> tuple[Kind, str] | None:
     """Gradients and weights that only communication can have changed."""
     key = scene.key
+    summed = _summed_elsewhere(scene)
+    if summed is not None:
+        return "collective", summed
     if scene.finding.what == "form" or scene.world_size < 2:
         return None
     if is_result_dropped(scene):
@@ -228,6 +231,22 @@ def _unsynchronised(scene: Scene) -> tuple[Kind, str] | None:
     if before is not None and is_stale(scene, before):
         return "collective", "as it is used here, not as it stood at the start: a stale weight"
     return None
+
+
+def _summed_elsewhere(scene: Scene) -> str | None:
+    """What each run declares of a sum over ranks, where they do not agree."""
+    finding, pairing = scene.finding, scene.pairing
+    if finding.what != "form" or finding.baseline_row is None or finding.target_row is None:
+        return None
+    ours = pairing.baseline.batch.key_of(finding.baseline_row).placement
+    theirs = pairing.target.batch.key_of(finding.target_row).placement
+    if ours is None or theirs is None or ours.partial == theirs.partial:
+        return None
+    said = [
+        f"a partial sum over {', '.join(placement.partial)}" if placement.partial else "complete"
+        for placement in (ours, theirs)
+    ]
+    return f"in what it is declared to be: {said[0]} in the baseline, {said[1]} in the target"
 
 
 def _other_call(scene: Scene) -> str:
@@ -258,6 +277,8 @@ def _structure(scene: Scene) -> tuple[Kind, str] | None:
     key, finding = scene.key, scene.finding
     if finding.what == "value":
         return None
+    if finding.what == "alone" and key.role in ("grad", "main_grad") and key.phase == "clip":
+        return "optimizer", f"{_lacking(scene)}: there it was not clipped or unscaled here"
     if finding.what == "alone" and key.role in ("grad", "main_grad"):
         return "backward", f"{_lacking(scene)}: there the gradient is None"
     if finding.what == "alone" and key.role in ("optimizer_state", "master"):

@@ -186,7 +186,8 @@ def _missing_values(pairing: Pairing) -> list[Finding]:
 def _collectives_out_of_order(pairing: Pairing, chosen: Bools) -> Bools:
     """The first call of each group that the target launched later than one that followed it.
 
-    When a collective completes is a matter of time, not of the program.
+    Calls of several groups have no order against each other, unless one of them then gives other
+    values. When a collective completes is a matter of time, not of the program.
     """
     columns, key = pairing.baseline.columns, pairing.baseline.key[pairing.baseline_rows]
     late = np.zeros(len(key), dtype=np.bool_)
@@ -202,7 +203,27 @@ def _collectives_out_of_order(pairing: Pairing, chosen: Bools) -> Bools:
         smallest_behind = np.minimum.accumulate(rows[::-1])[::-1]
         overtaken = np.flatnonzero(rows[:-1] > smallest_behind[1:])
         late[[members[place] for place in overtaken[:1]]] = True
+    late[_overtaken_with_effect(pairing, pairs)] = True
     return late
+
+
+def _overtaken_with_effect(pairing: Pairing, launched: Ints) -> list[int]:
+    """The first launch that one of another group overtook, if either has other values then."""
+    batch, key = pairing.baseline.batch, pairing.baseline.key[pairing.baseline_rows]
+    keys = pairing.baseline.columns.keys
+
+    def call_of(pair: int) -> tuple[str, int, int]:
+        row = int(pairing.baseline_rows[pair])
+        return keys[int(key[pair])].boundary, int(batch.microbatch[row]), int(batch.call[row])
+
+    collective = pairing.baseline.columns.is_collective[key]
+    parted = {call_of(pair) for pair in np.flatnonzero(pairing.differs & collective).tolist()}
+    rows = pairing.target_rows[launched]
+    for place, pair in enumerate(launched.tolist()):
+        overtaking = launched[place + 1 :][rows[place + 1 :] < rows[place]].tolist()
+        if overtaking and not parted.isdisjoint(map(call_of, [pair, *overtaking])):
+            return [pair]
+    return []
 
 
 def _collectives_of_other_form(pairing: Pairing, chosen: Bools) -> Bools:

@@ -23,6 +23,7 @@ Bools = npt.NDArray[np.bool_]
 
 PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 ROLE_NUMBER = {role: number for number, role in enumerate(ROLES)}
+DTENSOR = "dtensor "  # how a placement begins that a tensor carries with it
 SWITCHES = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -38,6 +39,7 @@ class KeyColumns:
     form: Ints  # dtype and shape
     slot: Ints
     placement: Ints  # 0: not known
+    partial: Ints  # the axes over which a DTensor says it is a partial sum; 0: it says nothing
     phase: Ints  # place in PHASES
     role: Ints  # place in ROLES
     is_operator: Bools  # an operator call; else a module, a state, a batch
@@ -71,6 +73,7 @@ class KeySpace:
             self._numbered([(key.dtype, key.shape) for key in keys]),
             self._numbered([("slot", key.slot) for key in keys]),
             self._numbered([key.placement for key in keys]),
+            self._numbered([_partial(key) for key in keys]),
             np.array([PHASE_NUMBER[key.phase] for key in keys], dtype=np.int64),
             np.array([ROLE_NUMBER[key.role] for key in keys], dtype=np.int64),
             np.array([is_operator(key) for key in keys], dtype=np.bool_),
@@ -108,6 +111,13 @@ def is_collective(key: EventKey) -> bool:
 
 def _is_launch(key: EventKey) -> bool:
     return is_collective(key) and key.role == "input" and key.moment != "completion"
+
+
+def _partial(key: EventKey) -> Hashable:
+    # The rules of a user say nothing of what a program does; a DTensor does.
+    if key.placement is None or not key.placement.spec.startswith(DTENSOR):
+        return None
+    return ("partial", *key.placement.partial)
 
 
 def _is_switch(key: EventKey) -> bool:

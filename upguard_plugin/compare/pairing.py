@@ -68,7 +68,7 @@ class Pairing:
     baseline_alone: Ints
     target_alone: Ints
     value_differs: Bools  # other fingerprints of tensors of one dtype and shape
-    form_differs: Bools  # other dtype or shape
+    form_differs: Bools  # other dtype or shape, or a sum that is complete in one run only
     comparable: Bools  # False: hashed at other offsets, so other fingerprints say nothing
     rounding: Bools | None = None  # across layouts: values that differ by rounding, set apart
 
@@ -138,6 +138,11 @@ def pair_step(baseline: EventBatch, target: EventBatch, space: KeySpace) -> Pair
     forms = (
         sides[0].columns.form[sides[0].key[rows_b]] != sides[1].columns.form[sides[1].key[rows_t]]
     )
+    partial = [
+        side.columns.partial[side.key[rows]]
+        for side, rows in zip(sides, (rows_b, rows_t), strict=True)
+    ]
+    forms |= (partial[0] != partial[1]) & (partial[0] > 0) & (partial[1] > 0)
     placed = (
         sides[0].columns.placement[sides[0].key[rows_b]]
         == sides[1].columns.placement[sides[1].key[rows_t]]

@@ -8,6 +8,7 @@ from upguard_plugin.invariants.conservation import AloneUnchanged, DataConserved
 from upguard_plugin.invariants.copies import MastersRound, TiedAgree
 from upguard_plugin.invariants.findings import Invariant
 from upguard_plugin.invariants.gathered import GatheredAsKept
+from upguard_plugin.invariants.marks import MarksFit
 from upguard_plugin.invariants.matching import CollectivesMatch, OutputsAgree, ReceivedIsSent
 from upguard_plugin.invariants.peers import BatchesAgree, BatchesDiffer, StreamsDiffer
 from upguard_plugin.invariants.repeats import ConsumedAsProduced, RecomputeRepeats
@@ -24,6 +25,7 @@ def every_invariant() -> list[Invariant]:
     """New ones, as each remembers what it saw of the steps before."""
     return [
         ReplicasAgree(),
+        MarksFit(),
         CollectivesMatch(),
         OutputsAgree(),
         ReceivedIsSent(),
