@@ -31,7 +31,7 @@ REDUCED = "grad_sync 0.weight main_grad"
 DOUBLE = f"0 - {NORM} structure"  # ZeRO 3's norm is a float64
 WIDER = "0 - grad_sync 0.weight main_grad structure"  # ZeRO 3's reduced gradients are fp32
 WIDER_SUM = "0 - grad_sync 0.weight main_grad nondeterminism"  # so are its sums of micro-batches
-NO_MASTERS = "0 - start 0.weight master structure"  # in fp32 ZeRO 0 has none
+NO_SCALE = "0 - start loss_scale scalar structure"  # ZeRO 0 in fp32 has none, and no masters
 # FP16_UnfusedOptimizer steps once when it is made: weight decay and the step counter are ahead.
 STEPPED = "0 - start 0.weight master optimizer"
 
@@ -45,9 +45,9 @@ EXPECTED = {  # stage, stage, dtype, accumulation -> first divergence; where rou
     (2, 3, "fp32", 2): (DOUBLE, f"0 {CLIPPED}"),
     (1, 3, "fp32", 1): (DOUBLE, f"1 {CLIPPED}"),
     (1, 3, "bf16", 2): (WIDER_SUM, None),
-    (0, 1, "fp32", 1): (NO_MASTERS, f"1 {NORM}"),
-    (0, 1, "fp32", 2): (NO_MASTERS, f"0 {NORM}"),
-    (0, 2, "fp32", 1): (NO_MASTERS, f"1 {NORM}"),
+    (0, 1, "fp32", 1): (NO_SCALE, f"1 {NORM}"),
+    (0, 1, "fp32", 2): (NO_SCALE, f"0 {NORM}"),
+    (0, 2, "fp32", 1): (NO_SCALE, f"1 {NORM}"),
     (0, 1, "bf16", 1): (STEPPED, None),
 }
 EVERYDAY = ((1, 2, "fp32", 1), (1, 2, "fp32", 2), (2, 3, "fp32", 1), (0, 1, "fp32", 1))
