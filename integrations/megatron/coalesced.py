@@ -49,12 +49,18 @@ class CoalescedProbe:
 
     @shielded
     def _record(self, tensors: Sequence[Tensor]) -> None:
-        probe, axis = self._guard.collectives, self._guard.layout.axis("tp")
-        if probe is None or axis is None or not self.recorder.active:
+        axis = self._guard.layout.axis("tp")
+        if axis is None or not self.recorder.active:
             return
         group = Group(axis.name, axis.ranks)
+        # All of them are alive now: an address is one tensor's.
+        names = {
+            grad.data_ptr(): f"{name}.main_grad"
+            for name, parameter in self._guard.names.parameters.items()
+            if isinstance(grad := getattr(parameter, "main_grad", None), Tensor)
+        }
         for tensor in tensors:
-            name = next((name for owner in probe.owners if (name := owner(tensor))), None)
+            name = names.get(tensor.data_ptr())
             boundary = f"all_reduce[{group.name}] {name}"
             if name is not None:
                 self.recorder.record(

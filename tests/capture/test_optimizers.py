@@ -5,7 +5,7 @@ import torch
 from state_run import first_difference, recording
 from torch import nn
 
-from upguard_plugin.capture.optimizers import match_masters
+from upguard_plugin.capture.held import match_masters
 
 
 def make_model(dtype=torch.float32):

@@ -90,4 +90,5 @@ CASE = Case(
         "invariant": "replicas-agree", "step": 0, "phase": "forward", "ranks": [0, 1],
         "boundary": "blocks.0.attn.qkv.amax", "role": "buffer",
     },
+    waits="that only the rank with the smaller amax differs: the all-reduce is missing on both",
 )  # fmt: skip

@@ -84,11 +84,13 @@ def page(results: Mapping[int, tuple[Case, Mapping[str, bool]]]) -> str:
     """The whole document."""
     solved = sum(all(scores.values()) for _, scores in results.values())
     silent = sum(scores["twin"] for _, scores in results.values())
+    num_open = sum(bool(case.unsolved or case.waits) for case, _ in results.values())
     titles = ["case", "report", *COLUMNS, "solved", "open"]
     return "\n".join(
         [
             HEAD,
-            f"{solved} of {len(results)} cases solved, {silent} clean twins silent.\n",
+            f"{solved} of {len(results)} cases solved, {silent} clean twins silent; "
+            f"{num_open} rows leave something open.\n",
             f"| {' | '.join(titles)} |",
             f"|{' --- |' * len(titles)}",
             *(row(*result) for result in results.values()),

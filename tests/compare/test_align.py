@@ -62,6 +62,19 @@ def test_a_window_too_large_to_match_stays_unmatched():
     assert found == [(0, 0), (6001, 6000)]
 
 
+def test_a_large_window_of_equal_names_keeps_its_order_but_for_what_is_disputed():
+    many = [1, 2] * 3000
+    hints_b, hints_t = list(range(6003)), list(range(10**6, 10**6 + 6002))
+    hints_t[105] = hints_b[104]  # an event of the same name with the value of another pair
+
+    found = pairs([9, 7, *many, 8], [7, *many, 8], hints_b, hints_t)
+
+    assert set(zip(range(1, 6003), range(6002), strict=True)) - set(found) == {
+        (104, 103),
+        (106, 105),
+    }
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(0, 4), max_size=12),

@@ -220,6 +220,17 @@ def collective(kind: str, folder: str, fault: bool) -> None:
         guard.step()
 
 
+def message(folder: str, level: str) -> None:
+    """A send that is waited for, and its receive."""
+    with recording(nn.Linear(2, 2), None, folder, {}, level) as guard:
+        guard.begin_step_if_needed()
+        if dist.get_rank() == 0:
+            dist.isend(torch.ones(4), 1).wait()
+        else:
+            dist.recv(torch.empty(4), 0)
+        guard.step()
+
+
 def left_alone(folder: str, fault: bool) -> None:
     """Rank 0 calls a collective at the end of a step that rank 1 never calls while it records."""
     with recording(nn.Linear(2, 2), None, folder, {}) as guard:

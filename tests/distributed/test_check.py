@@ -79,6 +79,17 @@ def test_a_collective_that_goes_wrong_is_found(
     assert clean["broken"] == [] and clean["checked"][invariant] > 0
 
 
+@pytest.mark.parametrize("level", ["module", "op"])
+def test_a_send_is_looked_at_again_when_it_is_over(
+    two_ranks: Ranks, tmp_path: Path, level: str
+) -> None:
+    two_ranks.run(checked.message, str(tmp_path / "run"), level)
+
+    checks = check(tmp_path / "run")["checked"]
+
+    assert (checks["received-is-sent"], checks["inputs-unchanged"]) == (1, 1)
+
+
 def test_a_gathered_weight_that_its_shards_do_not_make_is_found(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:

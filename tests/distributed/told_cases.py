@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.cases.layouts import HIDDEN, VOCABULARY, exact_batches, run_microbatch
 
 import upguard_plugin
 from tests.cases.case import record
 from tests.cases.case_3 import First, Last, scatter_in_place
+from tests.tx.mesh import Mesh
+from tests.tx.model import HIDDEN, VOCABULARY
+from tests.tx.training import exact_batches, run_microbatch
 
 
 def told(module: str, variant: str, folder: str, options: dict[str, Any]) -> None:
@@ -42,8 +44,8 @@ def tied_embedding(folder: str, fault: bool) -> None:
     the tied embedding is summed over the stages when it is reduced over the replicas already.
     """
     rank = dist.get_rank()
-    replicas = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-    ends = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    mesh = Mesh(dp=2, pp=2)
+    replicas, ends = mesh.group("dp"), mesh.group("pp")
     model = First() if rank < 2 else Last()
     flat = torch.zeros(2 * VOCABULARY * HIDDEN, dtype=torch.float64)
     tied = model.embed.weight if rank < 2 else model.head.weight
@@ -55,7 +57,7 @@ def tied_embedding(folder: str, fault: bool) -> None:
     config = {"output_dir": folder}
     with upguard_plugin.enable(model, None, config, layout=layout, tied=names) as guard:
         for tokens, weights in exact_batches(num=1, seed=rank % 2):
-            run_microbatch(model, tokens, weights, peer=(rank + 2) % 4)
+            run_microbatch(model, tokens, weights, mesh)
             if fault:
                 scatter_in_place(flat, replicas)
             dist.all_reduce(tied.grad, group=ends)

@@ -76,8 +76,8 @@ def in_empty_folder(tmp_path, monkeypatch):
     Path("ds.json").write_text(json.dumps(CONFIG))
 
 
-def call(*command: str, **kwargs) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, **kwargs)
+def call(*command: str, timeout_s=400, **kwargs) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **kwargs)
 
 
 def totals(output: str) -> list[str]:
@@ -179,6 +179,7 @@ def without_override() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1000)
 def test_an_install_that_nobody_can_write_to_records_as_any_other(monkeypatch):
     package = Path("site/upguard_plugin")
     for source, target in (("upguard_plugin", package), *((n, package / n) for n in PARTS)):
@@ -190,10 +191,9 @@ def test_an_install_that_nobody_can_write_to_records_as_any_other(monkeypatch):
     for folder in folders:
         folder.chmod(0o555)
     try:
-        # One worker: without their cache, kernels are compiled once more.
-        done = call(
-            *RUN, DEEPSPEED, "--num_gpus", "1", *TWO_WORKERS[3:], preexec_fn=without_override
-        )
+        # One worker, and time: without their cache, kernels are compiled once more.
+        one_worker = [*RUN, DEEPSPEED, "--num_gpus", "1", *TWO_WORKERS[3:]]
+        done = call(*one_worker, timeout_s=900, preexec_fn=without_override)
         written = list(Path("site").rglob("__pycache__"))
     finally:
         for folder in folders:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from upguard_plugin.errors import UsageError
+from upguard_plugin.integrations.megatron import versions
 from upguard_plugin.integrations.megatron.names import GlobalNames
 from upguard_plugin.integrations.megatron.parameter_rules import parameter_spec
 from upguard_plugin.integrations.megatron.rules import activations_of
@@ -191,6 +192,15 @@ def test_a_megatron_that_nobody_tried_is_recorded_and_said_so():
 
     assert check_version("0.17.0rc0") == f"megatron-core 0.17.0rc0 {said}"
     assert check_version("1.0") == f"megatron-core 1.0 {said}"
+
+
+@pytest.mark.megatron
+def test_the_installed_megatron_is_held_against_what_was_tried(monkeypatch):
+    pytest.importorskip("megatron.core")
+    assert check_megatron() == ""
+    monkeypatch.setattr(versions, "TESTED", "0.13.0")
+
+    assert check_megatron().endswith("is newer than 0.13.0, the newest that was tried")
 
 
 @pytest.mark.megatron

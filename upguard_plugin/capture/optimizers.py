@@ -26,14 +26,21 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.clipping import Replacement
-from upguard_plugin.capture.gradients import GradientProbe, NamedParameter
+from upguard_plugin.capture.gradients import GradientProbe
+from upguard_plugin.capture.held import (
+    Groups,
+    groups_of,
+    innermost,
+    leaves_of,
+    match_masters,
+    parameters_of,
+    state_of,
+)
 from upguard_plugin.capture.parts import Fragment, Part
 from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
 from upguard_plugin.capture.tensors import tensors_in
-
-Groups = Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]  # each with its parameters
 
 
 @dataclass(slots=True)
@@ -56,7 +63,7 @@ class OptimizerProbe:
         self._guard = guard
         self._gradients = gradients
         self._on_update = on_update
-        given = [_innermost(optimizer) for optimizer in guard.optimizers]
+        given = [innermost(optimizer) for optimizer in guard.optimizers]
         numbers = [""] if len(given) == 1 else [str(i) for i in range(len(given))]
         self.watched = [
             Watched(f"optimizer{number}", optimizer)
@@ -67,9 +74,9 @@ class OptimizerProbe:
         # ... of the parameters whose parts one flat tensor of an optimizer holds;
         self.fragments_of: Callable[[Tensor], Sequence[Fragment]] = _no_fragments
         # ... of states by parameter, where they lie behind the optimizer;
-        self.state_of: Callable[[Any], Mapping[Any, Any]] = _state_of
+        self.state_of: Callable[[Any], Mapping[Any, Any]] = state_of
         # ... of groups, where a step shows the optimizer only some of them;
-        self.groups_at_rest: Callable[[Any], Groups] = _groups_of
+        self.groups_at_rest: Callable[[Any], Groups] = groups_of
         # ... and what it records itself when an optimizer is about to step.
         self.on_step: Callable[[], None] = _nothing
         self._masters: dict[int, str] = {}
@@ -127,7 +134,7 @@ class OptimizerProbe:
         self.on_step()
         position = self._guard.position
         position.phase = "optimizer"
-        owned, masters = self._split(_parameters_of(optimizer))
+        owned, masters = self._split(parameters_of(optimizer))
         first = (owned + masters)[0].name if owned or masters else ""
         with Snapshot(self._guard, "optimizer"):
             watched.call = position.next_call(f"{watched.name} steps {first}")
@@ -150,7 +157,7 @@ class OptimizerProbe:
         watched = self._find(optimizer)
         if watched is None or self._depth > 0 or not self.recorder.active:
             return
-        owned, masters = self._split(_parameters_of(optimizer))
+        owned, masters = self._split(parameters_of(optimizer))
         with Snapshot(self._guard, "optimizer", call=watched.call) as now:
             if self._guard.config.level != "stage":
                 self._record_state(now, optimizer, owned, masters)
@@ -161,7 +168,7 @@ class OptimizerProbe:
         for watched in self.watched:
             if watched.optimizer is optimizer:
                 return watched
-        owned = (self._guard.names.of(p) for p in _parameters_of(optimizer))
+        owned = (self._guard.names.of(p) for p in parameters_of(optimizer))
         if self._depth > 0 or not any(owned):
             return None
         number = len(self.watched) or ""
@@ -263,7 +270,7 @@ class OptimizerProbe:
         foreign: dict[int, Tensor] = {}
         owned: set[str] = set()
         for watched in self.watched:
-            for parameter in _parameters_of(watched.optimizer):
+            for parameter in parameters_of(watched.optimizer):
                 name = names.of(parameter)
                 if name is not None:
                     owned.add(name)
@@ -286,36 +293,6 @@ class OptimizerProbe:
             self._masters |= dict(zip(foreign, matched, strict=True))
 
 
-def match_masters(masters: Sequence[Tensor], parameters: Sequence[NamedParameter]) -> list[str]:
-    """Name masters by the parameters of the same shapes in the same order, all or none.
-
-    Where they cannot be told that way, they are numbered: "master0", "master1", ...
-    """
-    trainable = [(name, p) for name, p in parameters if p.requires_grad]
-    shapes = [m.shape for m in masters]
-    for candidates in (trainable, parameters):
-        if [p.shape for _, p in candidates] == shapes:
-            return [name for name, _ in candidates]
-    return [f"master{i}" for i in range(len(masters))]
-
-
-def leaves_of(state: Any) -> list[tuple[str, Any]]:
-    """(slot, tensor or value) of a parameter's state, however it is nested."""
-    return [leaf for key, value in (state or {}).items() for leaf in tensors_in(value, str(key))]
-
-
-def _parameters_of(optimizer: Any) -> list[Tensor]:
-    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-
-
-def _groups_of(optimizer: Any) -> Groups:
-    return [(group, group["params"]) for group in getattr(optimizer, "param_groups", ())]
-
-
-def _state_of(optimizer: Any) -> Mapping[Any, Any]:
-    return getattr(optimizer, "state", {})
-
-
 def _no_fragments(parameter: Tensor) -> Sequence[Fragment]:
     return ()
 
@@ -326,16 +303,6 @@ def _nothing() -> None:
 
 def _grad_of(part: Part) -> Tensor | None:
     return None if part.held.grad is None else part.of(part.held.grad)
-
-
-def _innermost(optimizer: Any) -> Any:
-    """The optimizer that a wrapper without hooks of its own passes its steps on to."""
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        inner = getattr(optimizer, "optimizer", None)
-        if not hasattr(inner, "param_groups"):
-            return optimizer
-        optimizer = inner
-    return optimizer
 
 
 def _replace_step(probe: OptimizerProbe, optimizer: Any) -> Replacement:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.clipping import Replacement
-from upguard_plugin.capture.optimizers import leaves_of
+from upguard_plugin.capture.held import leaves_of
 from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot

@@ -203,7 +203,8 @@ def _match(baseline: Stretch, target: Stretch) -> tuple[Ints, Ints]:
     """
     if np.array_equal(baseline.identity, target.identity):
         places = np.arange(len(baseline), dtype=np.int64)
-        if not _disputed(baseline, target, places, places).any():
+        # Too large a window keeps its order: what is disputed in it is left out in the end.
+        if _is_too_large(baseline, target) or not _disputed(baseline, target, places, places).any():
             return places, places
     if _is_too_large(baseline, target):
         return _by_hints(baseline, target)

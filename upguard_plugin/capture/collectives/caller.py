@@ -60,7 +60,7 @@ class Caller:
 def find_caller(*, with_factor: bool = False) -> Caller:
     """Look at the stack of the calling thread."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and (_is_ours(frame) or _is_called_by_us(frame)):
         frame = frame.f_back
     innermost = _AUTOGRAD if frame is None else frame.f_code.co_filename
     source: Source | None = None
@@ -93,6 +93,15 @@ def find_caller(*, with_factor: bool = False) -> Caller:
         of_objects=of_objects,
         factor=factor,
     )
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename.startswith(_OURS)
+
+
+def _is_called_by_us(frame: FrameType) -> bool:
+    """Whether it is the operator that our dispatch mode passes on, at level op."""
+    return frame.f_code.co_filename == _OPERATORS and _is_ours(frame.f_back)
 
 
 @lru_cache(maxsize=4096)
