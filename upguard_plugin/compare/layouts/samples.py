@@ -60,8 +60,9 @@ def check_is_summed(parts: Sequence[Part]) -> None:
 
     They are summed later, and are compared then.
     """
-    if parts[0].key.placement is not None and parts[0].key.placement.partial:
-        return  # partial sums add up, as far as their placement says over what
+    placement = parts[0].key.placement
+    if placement is not None and placement.partial and parts[0].sketch is not None:
+        return  # sketches of partial sums add up to that of the sum
     held: dict[object, set[tuple[int, int]]] = {}
     for part in parts:
         pieces = None if part.key.placement is None else part.key.placement.pieces
