@@ -45,7 +45,9 @@ class UpGuardConfig:
 
     enabled: bool = _setting(True, values.BOOL, "record this run")
     output_dir: str = _setting("runs/upguard", values.PATH, "run directory, the same on all ranks")
-    level: str = _setting("module", values.LEVEL, "how much: weights and collectives, modules or every operator")
+    level: str = _setting(
+        "module", values.LEVEL, "how much: weights and collectives, modules or every operator"
+    )
     steps: str | None = _setting(None, values.RANGES, "steps to record; none: every step")
     interval: int = _setting(1, values.POSITIVE, "record steps 0, N, 2N, ...")
     ranks: str | None = _setting(None, values.RANGES, "global ranks to record; none: all")
