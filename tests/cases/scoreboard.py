@@ -35,7 +35,8 @@ Random search (`tests/cases/random_search.py`) plants faults whose answer is kno
 40 with every test run, 300 by `make cases-long`. Of those 300, 300 are named exactly and none is a
 false alarm; the seeds are fixed, so that this is a statement about those 300.
 
-No other tool takes part: DebugMode logs hashes and gives no verdict to grade, and msprobe is no dependency of the tests.
+No other tool takes part: DebugMode logs hashes and gives no verdict to grade, and msprobe is no
+dependency of the tests.
 """
 COLUMNS = (
     "step", "micro-batch", "boundary", "operator", "ranks", "kind", "other", "check", "one rank",
