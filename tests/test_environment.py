@@ -337,3 +337,12 @@ def test_a_class_without_a_file_is_no_trouble():
     scope = {"__name__": "nowhere"}
     exec("class Block: pass", scope)
     assert isinstance(collect_sources([scope["Block"]]), dict)
+
+
+def test_an_output_directory_given_by_its_place_is_no_part_of_the_program():
+    found = {
+        program_digest(["python", "loop.py", place, "7"], {}, "", outputs=[place])
+        for place in ("runs/a", "runs/b")
+    }
+    assert len(found) == 1
+    assert found != {program_digest(["python", "loop.py", "runs/a", "7"], {}, "")}

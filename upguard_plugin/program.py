@@ -124,6 +124,7 @@ def program_digest(
     sources: Mapping[str, str],
     program: str,
     training_config: Mapping[str, Any] | None = None,
+    outputs: Iterable[str] = (),
 ) -> str:
     """32 hexadecimal digits; equal for two runs of the same program.
 
@@ -131,15 +132,16 @@ def program_digest(
     sources: path -> digest, from `collect_sources`; where a file lies does not count.
     program: the config field of that name.
     training_config: the framework's settings (a DeepSpeed JSON, Megatron's arguments), nested.
+    outputs: arguments that say where results go, whatever their place.
     """
     config = _plain(training_config or {})
     settings = [*_command_settings(command), *_config_settings(training_config or {})]
-    outputs = {value for name, value in settings if is_output(name)}
+    places = {value for name, value in settings if is_output(name)} | set(outputs)
     fields = {
-        "command": list(_essential(command, outputs, set(sources))),
+        "command": list(_essential(command, places, set(sources))),
         "sources": sorted([Path(path).name, digest] for path, digest in sources.items()),
         "program": program,
-        "training_config": _replace_outputs(config, outputs),
+        "training_config": _replace_outputs(config, places),
     }
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -110,13 +110,13 @@ def round_moments(found: dict) -> None:
 @pytest.mark.parametrize(
     ("spoil", "slot", "why"),
     [
-        (flip, "model.0.weight", "Model.0.weight in the checkpoint is not what was saved."),
-        (rewind, "loader.position", "Loader.position in the checkpoint is not what was saved."),
+        (flip, "model.0.weight", "model.0.weight in the checkpoint is not what was saved."),
+        (rewind, "loader.position", "loader.position in the checkpoint is not what was saved."),
         (reseed, "rng", "Rng in the checkpoint is not what was saved."),
         (
             round_moments,
             "optimizer.state.0.exp_avg",
-            "Optimizer.state.0.exp_avg in the checkpoint is not what was saved. It was saved as "
+            "optimizer.state.0.exp_avg in the checkpoint is not what was saved. It was saved as "
             "float32 and is bfloat16.",
         ),
     ],
@@ -178,7 +178,7 @@ def test_masters_that_a_load_rounds_are_named(tmp_path, kind):
         return
     assert found == [(2, "weight", "optimizer_state", "master")]
     assert report.broken[0].explanation == (
-        "Optimizer_state master of weight is not what the state dict gave it. It was given as "
+        "optimizer_state master of weight is not what the state dict gave it. It was given as "
         "float32 and is kept as bfloat16."
     )
 
@@ -212,6 +212,22 @@ def test_what_is_no_checkpoint_is_let_alone(tmp_path):
 
     batch = open_trace(tmp_path / "run").read(0, 0)
     assert "checkpoint" not in {batch.key_of(row).phase for row in range(len(batch))}
+
+
+def test_odd_values_of_a_checkpoint_do_not_end_the_recording(tmp_path):
+    model, *_ = built = build()
+    holder: dict[str, object] = {"model": model.state_dict(), "count": 10**5000}
+    holder["counts"] = [10**5000, 1]
+    holder["self"] = holder
+    holder["list"] = [holder, model.state_dict()]
+    with upguard_plugin.enable(model, built[1], {"output_dir": str(tmp_path / "run")}) as guard:
+        torch.save(holder, tmp_path / "file")
+        step(guard, *built)
+
+    batch = open_trace(tmp_path / "run").read(0, 0)
+    slots = [batch.key_of(i).slot for i in range(len(batch))]
+    assert any(slot.endswith("count") for slot in slots)
+    assert not any("self" in slot for slot in slots)
 
 
 def test_a_closed_guard_leaves_nothing_behind(tmp_path):

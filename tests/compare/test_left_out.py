@@ -237,3 +237,9 @@ def test_the_command_takes_all_three(tmp_path, capsys):
         f"cannot use {tmp_path / 'ignore'} for --map: it is not a list of rules under the name "
         "'rename'\n  try  docs/comparing.md\n"
     )
+
+
+def test_the_target_is_no_repeat_of_the_baseline():
+    target = run(noisy("t2"), name="c")
+    with pytest.raises(IncomparableError, match="it is the target itself"):
+        compare_runs(run(STEP), target, noise=[target])

@@ -128,7 +128,7 @@ def test_a_collective_that_one_rank_never_calls_is_reported(
         (
             "collectives-match",
             [0, 1],
-            "All_reduce sum is number 1 of group world on rank 0, but rank 1 never called it.",
+            "all_reduce sum is number 1 of group world on rank 0, but rank 1 never called it.",
         )
     ]
     assert check(tmp_path / "right")["broken"] == []

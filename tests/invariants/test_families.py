@@ -363,7 +363,7 @@ OTHER = CALLED.format("y", 1).replace("all_reduce_sum", "all_reduce_avg")
     ("others", "ranks", "why"),
     [
         ([CALLED.format("x", 0)], [0, 1],
-         "All_reduce sum is number 1 of group dp on rank 0, but rank 1 never called it."),
+         "all_reduce sum is number 1 of group dp on rank 0, but rank 1 never called it."),
         ([CALLED.format("x", 0), OTHER], [0, 1],
          "Ranks call different operations as number 1 of group dp: all_reduce sum on rank 0, "
          "all_reduce avg on rank 1."),

@@ -164,20 +164,31 @@ def path_of(file: Any) -> str:
     return os.path.realpath(path) if isinstance(path, (str, os.PathLike)) and path else ""
 
 
-def content_of(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of all that an object holds; a list of plain values is one leaf."""
-    if depth > MAX_DEPTH:
+def content_of(
+    value: Any, path: str = "", holders: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of all that an object holds; a list of plain values is one leaf.
+
+    holders: what the value lies in, outermost first; what contains itself is looked into once.
+    """
+    if len(holders) > MAX_DEPTH or any(value is holder for holder in holders):
         return
+    inside = (*holders, value)
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from content_of(item, f"{path}.{key}" if path else str(key), depth + 1)
+            yield from content_of(item, f"{path}.{key}" if path else str(key), inside)
     elif isinstance(value, (list, tuple)) and not all(isinstance(v, _PLAIN) for v in value):
         for index, item in enumerate(value):
-            yield from content_of(item, f"{path}.{index}" if path else str(index), depth + 1)
+            yield from content_of(item, f"{path}.{index}" if path else str(index), inside)
     elif isinstance(value, (list, tuple)):
-        yield path, repr(list(value))
+        yield path, repr([_printable(item) for item in value])
     else:
         yield from tensors_in(value, path or "0")
+
+
+def _printable(value: Any) -> Any:
+    """Python refuses to print very long whole numbers as decimals."""
+    return f"{value:x}" if isinstance(value, int) and value.bit_length() > 64 else value
 
 
 def _keys(value: Any, depth: int = 0) -> Iterator[str]:

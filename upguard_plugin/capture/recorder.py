@@ -273,7 +273,7 @@ class Recorder:
         """Record a Python number as the 0-dim tensor that holds it exactly."""
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             return self.record_bytes(
-                boundary, str(value).encode(), role=role, slot=slot, dtype="int", phase=phase,
+                boundary, f"{value:x}".encode(), role=role, slot=slot, dtype="int", phase=phase,
                 call=call, operator=operator, microbatch=microbatch, moment=moment,
             )  # fmt: skip
         kind = next((k for k in _NUMBER_TYPES if isinstance(value, k)), float)

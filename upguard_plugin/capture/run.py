@@ -103,7 +103,9 @@ def _manifest(
         run_id=run_id_of(run),
         command=redact_command(command),
         config=config.to_mapping(),
-        program_digest=program_digest(command, sources, config.program),
+        program_digest=program_digest(
+            command, sources, config.program, outputs=[str(config.output_dir)]
+        ),
         program=config.program,
         sources=sources,
         world_size=world_size,

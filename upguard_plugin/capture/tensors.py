@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-MAX_DEPTH = 16  # of nesting; a structure that contains itself ends here
+MAX_DEPTH = 16  # of nesting
 _LEAVES = (
     bool, int, float, complex, str, bytes, Enum, np.ndarray, np.generic, torch.dtype,
     torch.layout, torch.memory_format, type(None),
@@ -37,7 +37,7 @@ def tensors_in(value: Any, prefix: str, opaque: set[str] | None = None) -> Leave
     if isinstance(value, torch.Tensor):
         return [(prefix, value)]
     leaves: Leaves = []
-    _collect(value, prefix, leaves, set() if opaque is None else opaque, 0)
+    _collect(value, prefix, leaves, set() if opaque is None else opaque, ())
     return leaves
 
 
@@ -49,9 +49,9 @@ def arguments_in(args: tuple[Any, ...], kwargs: dict[str, Any], opaque: set[str]
         if type(value) is torch.Tensor:
             leaves.append((slot, value))
         else:
-            _collect(value, slot, leaves, opaque, 1)
+            _collect(value, slot, leaves, opaque, (args,))
     for name, value in kwargs.items():
-        _collect(value, f"kwargs.{name}", leaves, opaque, 1)
+        _collect(value, f"kwargs.{name}", leaves, opaque, (kwargs,))
     return leaves
 
 
@@ -66,20 +66,25 @@ def as_bytes(leaf: Any) -> tuple[bytes, str]:
     return str(leaf).encode(), type(leaf).__name__
 
 
-def _collect(value: Any, slot: str, leaves: Leaves, opaque: set[str], depth: int) -> None:
+def _collect(
+    value: Any, slot: str, leaves: Leaves, opaque: set[str], holders: tuple[Any, ...]
+) -> None:
+    """holders: what the value lies in, outermost first."""
     if isinstance(value, (torch.Tensor, *_LEAVES)):
         leaves.append((slot, value))
-    elif depth >= MAX_DEPTH:
+    elif any(value is holder for holder in holders):
+        opaque.add("a structure that contains itself")
+    elif len(holders) >= MAX_DEPTH:
         opaque.add("a structure nested too deep")
     elif isinstance(value, Mapping):  # before dataclasses: model outputs are both
         for key, item in value.items():
-            _collect(item, f"{slot}.{key}", leaves, opaque, depth + 1)
+            _collect(item, f"{slot}.{key}", leaves, opaque, (*holders, value))
     elif isinstance(value, (list, tuple)):
         for name, item in zip(getattr(value, "_fields", range(len(value))), value, strict=False):
-            _collect(item, f"{slot}.{name}", leaves, opaque, depth + 1)
+            _collect(item, f"{slot}.{name}", leaves, opaque, (*holders, value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             item = getattr(value, field.name, None)
-            _collect(item, f"{slot}.{field.name}", leaves, opaque, depth + 1)
+            _collect(item, f"{slot}.{field.name}", leaves, opaque, (*holders, value))
     else:
         opaque.add(type(value).__qualname__)

@@ -13,10 +13,13 @@ from upguard_plugin.errors import IncomparableError
 MAX_NAMES = 50  # boundaries that one note names; behind the first noise nearly everything is noise
 
 
-def refuse_other_runs(baseline: Run, noise: Sequence[Run]) -> None:
+def refuse_other_runs(baseline: Run, target: Run, noise: Sequence[Run]) -> None:
     """Raises IncomparableError for what can be no repeat of the baseline."""
+    compared = {baseline.manifest.run_id: "baseline", target.manifest.run_id: "target"}
     for repeat in noise:
         why = refusal(baseline, repeat)
+        if repeat.manifest.run_id in compared:
+            why = f"it is the {compared[repeat.manifest.run_id]} itself"
         if layouts_differ(baseline, repeat):
             why = "the layouts differ"
         if why is not None:

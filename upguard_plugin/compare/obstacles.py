@@ -19,6 +19,7 @@ from upguard_plugin.compare.steps import RankSteps
 NEVER_FIRED = "never fired: "  # how a rank's note of a probe that saw no tensor begins
 RENUMBERED = "resumed: step "  # how the note on other numbers of steps begins
 OTHER_PLACEMENTS = "the runs give these tensors other placements"
+_PROGRAMS_DIFFER = "program: other sources, command or training config"
 _MAX_LISTED = 8
 
 
@@ -111,6 +112,7 @@ def missing_steps(baseline: Run, target: Run, selection: Selection, steps: RankS
                 "and not both runs have them"
             )
     if not len(chosen):
+        reasons += _ended_early(baseline, target, steps, 0)
         reasons.append(f"rank {steps.rank}: the runs have no finished step in common")
     elif selection.steps is None or not _is_bounded(selection):
         reasons += _ends(baseline, target, steps, len(chosen))
@@ -121,7 +123,7 @@ def _is_bounded(selection: Selection) -> bool:
     return selection.steps is not None and None not in {last for _, last in selection.steps.ranges}
 
 
-def _ends(baseline: Run, target: Run, steps: RankSteps, num_common: int) -> list[str]:
+def _ended_early(baseline: Run, target: Run, steps: RankSteps, num_common: int) -> list[str]:
     reasons = []
     for side, run in (("baseline", baseline), ("target", target)):
         end = run.end(steps.rank)
@@ -131,6 +133,11 @@ def _ends(baseline: Run, target: Run, steps: RankSteps, num_common: int) -> list
                 f"({end.reason or 'no reason given'}); what was compared ends after "
                 f"{_count(num_common, 'step')}"
             )
+    return reasons
+
+
+def _ends(baseline: Run, target: Run, steps: RankSteps, num_common: int) -> list[str]:
+    reasons = _ended_early(baseline, target, steps, num_common)
     counts = (len(steps.tables[0]), len(steps.tables[1]))
     matched = num_common == counts[0] == counts[1] or (steps.is_resumed and steps.covers_the_rest)
     if not matched and not reasons:
@@ -166,7 +173,7 @@ def differences_of_runs(baseline: Run, target: Run) -> list[str]:
         notes.append(f"program: {ours.program!r} against {theirs.program!r}")
     elif ours.program_digest and theirs.program_digest:
         same = ours.program_digest == theirs.program_digest
-        notes.append("program: the same in both runs" if same else "program: the sources differ")
+        notes.append("program: the same in both runs" if same else _PROGRAMS_DIFFER)
     if ours.level != theirs.level:
         notes.append(f"level: {ours.level} against {theirs.level}; compared is what both record")
     for name in CHOICES:

@@ -102,7 +102,7 @@ def compare_runs(
         skipped = Crew(baseline, target, [], team).num_events_of_others(baseline)
         coverage = _coverage(baseline, target, (), skipped)
         return _verdict(baseline, target, "incomparable", [refused], _NOTHING, coverage)
-    refuse_other_runs(baseline, repeats)
+    refuse_other_runs(baseline, target, repeats)
     if not _across_layouts(baseline, target, team):
         order = _handover(baseline, target, question, team)
         if order:

@@ -116,7 +116,7 @@ def _obstacles(run: Trace, ranks: Sequence[int], selection: Selection, anything:
             why = end.reason or "no reason given"
             reasons.append(f"incomplete: rank {rank} ended early ({why})")
     if not anything:
-        reasons.insert(0, "nothing to check: no invariant applies to what was recorded")
+        reasons.append("nothing to check: no invariant applies to what was recorded")
     return reasons
 
 

@@ -41,7 +41,9 @@ class Break:
     @property
     def sentence(self) -> str:
         """The explanation as it stands alone."""
-        return self.explanation[:1].upper() + self.explanation[1:]
+        text = self.explanation
+        # A name is left as it is.
+        return text[:1].upper() + text[1:] if text.partition(" ")[0].isalpha() else text
 
 
 class HasKey(Protocol):
