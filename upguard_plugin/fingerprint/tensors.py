@@ -5,6 +5,7 @@ The recorder uses `FingerprintQueue` instead, which never waits.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -12,6 +13,16 @@ from torch import Tensor
 from upguard_plugin.fingerprint.parts import dtype_name
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import Fingerprint, Placement
+
+_of_thread = threading.local()
+
+
+def _queue() -> FingerprintQueue:
+    """A queue of this thread's, empty: to make one takes longer than to hash a small tensor."""
+    if not hasattr(_of_thread, "queue"):
+        _of_thread.queue = FingerprintQueue()
+    queue: FingerprintQueue = _of_thread.queue
+    return queue
 
 
 def fingerprint(tensor: Tensor, *, placement: Placement | None = None) -> Fingerprint:
@@ -29,7 +40,7 @@ def fingerprint_many(
     tensors: Sequence[Tensor], placements: Sequence[Placement | None] | None = None
 ) -> list[Fingerprint]:
     """Fingerprint many tensors in one kernel call and one wait per device. As `fingerprint`."""
-    queue = FingerprintQueue()
+    queue = _queue()
     queue.put_many(tensors, placements)
     hashes = queue.take()
     shapes = [
