@@ -27,7 +27,7 @@ def digest(command=BASE, sources=None, program="", training_config=None):
 @pytest.mark.parametrize(
     "command",
     [
-        ["/opt/venv/bin/python3", *BASE[1:]],
+        ["/v/bin/python3", *BASE[1:]],
         [*BASE[:5], "runs/b", BASE[6]],
         [*BASE[:4], "--output_dir=runs/b", BASE[6]],
         [*BASE[:4], BASE[6]],

@@ -42,7 +42,6 @@ class Case:
     same_program: bool = False  # a self-replay: both runs are one program
     also: Mapping[str, Any] = field(default_factory=dict)  # what else the verdict must hold
     broken: Mapping[str, Any] | None = None  # what `upguard check` of the target alone must name
-    unsolved: str = ""  # why the answer is not given yet
     waits: str = ""  # what of the report's row is not asked yet
 
     @property

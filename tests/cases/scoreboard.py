@@ -77,7 +77,7 @@ def row(case: Case, scores: Mapping[str, bool]) -> str:
     words = {True: "right", False: "**wrong**", None: ""}
     solved = "yes" if all(scores.values()) else "**no**"
     cells = [words[scores.get(column)] for column in COLUMNS]
-    row = [str(case.number), case.report, *cells, solved, case.unsolved or case.waits]
+    row = [str(case.number), case.report, *cells, solved, case.waits]
     return f"| {' | '.join(row)} |"
 
 
@@ -85,7 +85,7 @@ def page(results: Mapping[int, tuple[Case, Mapping[str, bool]]]) -> str:
     """The whole document."""
     solved = sum(all(scores.values()) for _, scores in results.values())
     silent = sum(scores["twin"] for _, scores in results.values())
-    num_open = sum(bool(case.unsolved or case.waits) for case, _ in results.values())
+    num_open = sum(bool(case.waits) for case, _ in results.values())
     titles = ["case", "report", *COLUMNS, "solved", "open"]
     return "\n".join(
         [

@@ -125,8 +125,8 @@ def test_deepspeed_gets_names_that_it_carries_to_other_hosts():
 
 
 def test_open_mpi_is_told_what_to_export_and_mpich_is_not():
-    command = ["/opt/mpirun", "-n", "2", "python", "t.py"]
-    told = ("/opt/mpirun", "-x", "UPGUARD", "-x", "UPGUARD_LEVEL", "-x", "PYTHONPATH", *command[1:])
+    command = ["/v/mpirun", "-n", "2", "python", "t.py"]
+    told = ("/v/mpirun", "-x", "UPGUARD", "-x", "UPGUARD_LEVEL", "-x", "PYTHONPATH", *command[1:])
     assert fit_launcher(command, VARIABLES, lambda _: True)[0] == told
     assert fit_launcher(command, VARIABLES, lambda _: False)[0] == tuple(command)
 
