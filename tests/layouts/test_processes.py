@@ -70,10 +70,10 @@ def test_each_step_of_each_rank_is_read_once(size):
 
 
 class Damaged(MemoryRun):
-    """Step 1 of the last rank cannot be read."""
+    """Step 2 of the last rank cannot be read."""
 
     def read(self, rank, step, *, verify=False):
-        if (rank, step) == (self.ranks[-1], 1):
+        if (rank, step) == (self.ranks[-1], 2):
             raise TraceError("cannot read rank 3: it is damaged", remedy="copy it again")
         return super().read(rank, step, verify=verify)
 
@@ -85,7 +85,7 @@ def damaged(run: MemoryRun) -> Damaged:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_an_error_on_one_process_is_the_answer_of_all(size):
-    baseline, target = split_run(Mesh()), damaged(split_run(Mesh(tp=2, dp=2)))
+    baseline, target = split_run(Mesh(), 3), damaged(split_run(Mesh(tp=2, dp=2), 3))
 
     answers = together(size, baseline, target)
 
@@ -97,9 +97,9 @@ def test_an_error_on_one_process_is_the_answer_of_all(size):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_what_lies_behind_a_divergence_may_be_damaged(size):
     """It is perhaps read ahead, but nobody asks for it."""
-    target = damaged(split_run(Mesh(tp=2, dp=2), flips={(0, 0, 0): 1}))
+    target = damaged(split_run(Mesh(tp=2, dp=2), 3, flips={(0, 0, 4): 1}))
 
-    answers = together(size, split_run(Mesh()), target)
+    answers = together(size, split_run(Mesh(), 3), target)
 
     assert [answer.verdict for answer in answers] == ["divergent"] * size
 
