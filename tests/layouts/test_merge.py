@@ -11,6 +11,7 @@ from tests.memory_run import hash_of
 from upguard_plugin.compare.layouts.gathering import Gathering, StepOf
 from upguard_plugin.compare.layouts.holdings import plan_of, structure_of
 from upguard_plugin.compare.layouts.logical import LogicalPair
+from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.compare.team import Alone
 from upguard_plugin.records import FINGERPRINT_PRIME
 
@@ -82,3 +83,16 @@ def test_logical_events_stand_in_the_order_of_one_rank():
     assert np.array_equal(batches[0].h, batches[1].h)
     in_model = [microbatch for _, _, _, microbatch in names[0] if microbatch >= 0]
     assert in_model == sorted(in_model)
+
+
+def test_a_share_that_is_no_number_makes_the_sum_none_and_is_found():
+    """Also if it is not the first rank's."""
+    baseline, target = split_run(Mesh(), 1), split_run(Mesh(dp=2), 1)
+    batch = target.batches[1][0]
+    batch.value[-1] = np.nan
+    batch.h[-1] += np.uint64(1)
+
+    verdict = compare_runs(baseline, target)
+
+    first = verdict.first_divergence
+    assert first is not None and first.boundary == "loss"
