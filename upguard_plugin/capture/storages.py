@@ -196,11 +196,12 @@ def is_tracked(tensor: torch.Tensor) -> bool:
 
 def extent_of(tensor: torch.Tensor) -> Extent:
     """First and last byte of the storage that the tensor reaches."""
-    size = tensor.element_size()
     first = int(tensor.storage_offset())
+    if first == 0 and tensor.is_contiguous():
+        return 0, tensor.nbytes - 1
+    size, last = tensor.element_size(), first
     if tensor.is_contiguous():
         return first * size, (first + tensor.numel()) * size - 1
-    last = first
     for n, step in zip(tensor.shape, tensor.stride(), strict=True):
         last += int((n - 1) * step)
     return first * size, (last + 1) * size - 1
@@ -211,7 +212,7 @@ def look(tensor: torch.Tensor) -> Hashable:
     lazy = tensor.is_conj() + 2 * tensor.is_neg()  # signs that are not in the bytes yet
     if tensor.is_contiguous():
         # A reshape leaves the fingerprint as it is.
-        return (tensor.storage_offset() * tensor.element_size(), tensor.numel(), tensor.dtype, lazy)
+        return (tensor.storage_offset(), tensor.numel(), tensor.dtype, lazy)
     return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, lazy)
 
 

@@ -63,7 +63,7 @@ class FingerprintQueue:
         check_host()
         self._magnitudes = magnitudes
         self._sketch_size = check_size(sketch_size) if sketch_size else 0
-        self._slots = 0
+        self._slots = self._room = 0  # slots in use, and those there is room for
         self._pairs = Rows(2, np.uint64, 0)  # h and s of each slot
         self._measures = Rows(2 + self._sketch_size, np.float64, np.nan)
         self._scratch = np.zeros(max(SCRATCH_BYTES, tiles.SCRATCH_BYTES), np.uint8)
@@ -211,12 +211,15 @@ class FingerprintQueue:
         return self._devices[device]
 
     def _next_slot(self) -> int:
-        self._reserve(1)
-        self._slots += 1
-        return self._slots - 1
+        slot = self._slots
+        if slot >= self._room:
+            self._reserve(1)
+        self._slots = slot + 1
+        return slot
 
     def _reserve(self, count: int) -> None:
         self._pairs.reserve(self._slots + count)
+        self._room = len(self._pairs.values)
         if self._magnitudes or self._sketch_size:
             self._measures.reserve(self._slots + count)
 

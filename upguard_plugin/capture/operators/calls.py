@@ -44,7 +44,10 @@ class Running:
 
 
 class OperatorCalls:
-    """Records the operators of one run, in program order. Its public methods are shielded."""
+    """Records the operators of one run, in program order.
+
+    `begin` and `finish`, which are called most, are to be shielded by their caller.
+    """
 
     def __init__(self, guard: Host) -> None:
         self.recorder = guard.recorder
@@ -61,12 +64,12 @@ class OperatorCalls:
         """To be called when no operators are watched any more."""
         self._locator.forget()
 
-    @shielded
     def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Running | None:
         """Record the inputs. None: there is nothing to be said of the operator's results."""
         if not isinstance(func, torch._ops.OpOverload):
             return None  # a higher-order operator: what it runs comes by itself
-        self._follow_step()
+        if self._position.step != self._step:
+            self._follow_step()
         operator = describe(func)
         if operator.is_view or not operator.is_observed:
             self._locator.place_quickly()
@@ -85,7 +88,8 @@ class OperatorCalls:
         """Record the inputs of code that may bypass the dispatcher. writes: all may be written."""
         if out_of_sight(self.recorder):
             return None
-        self._follow_step()
+        if self._position.step != self._step:
+            self._follow_step()
         arguments = [
             argument
             for argument in tensors_given(args, kwargs)
@@ -122,10 +126,14 @@ class OperatorCalls:
         selected = self._selects_all or self._is_selected(place.boundary, phase)
         if not selected and not operator.has_effects:
             return None
-        if self._inputs_wanted or not operator.returns_fresh:
-            find = self.storages.find
+        find = self.storages.find
+        if self._inputs_wanted or not operator.returns_known:
             for argument in arguments:
                 argument.storage = find(argument.tensor)
+        elif operator.written:
+            for argument in arguments:
+                if argument.key in operator.written:
+                    argument.storage = find(argument.tensor)
         if not selected:
             return Running(operator, arguments, place, phase)
         running, site = self._running(operator, place, phase, arguments)
@@ -138,7 +146,6 @@ class OperatorCalls:
                     self._record(running, argument, "input", moment)
         return running
 
-    @shielded
     def finish(self, running: Running, result: Any) -> None:
         """Record what the operator wrote, then what it returned."""
         operator, arguments = running.operator, running.arguments
@@ -242,8 +249,6 @@ class OperatorCalls:
             )  # fmt: skip
 
     def _follow_step(self) -> None:
-        if self._position.step == self._step:
-            return
         if self._position.step != self._step + 1:
             self.storages.forget_all()  # nobody followed what was written meanwhile
         self._step = self._position.step

@@ -36,11 +36,11 @@ class Locator:
 
     def place_of(self, arguments: list[Argument]) -> tuple[Place, str]:
         """Where the operator that is running belongs, and its phase."""
-        place, phase = self._locate()
-        if phase == "optimizer" and place.boundary == OUTSIDE:
-            owner = self._owners.of(argument.tensor for argument in arguments)
-            place = self._nodes.place(owner, place.microbatch, place.source)
-        return place, phase
+        position = self._position
+        if position.phase == "optimizer" and not position.module:
+            if torch._C._current_autograd_node() is None:
+                return self._optimizer_place(arguments), "optimizer"
+        return self._locate()
 
     def place_quickly(self) -> None:
         """Note the place of an operator that is no event: its backward may be one."""
@@ -87,6 +87,14 @@ class Locator:
             self._nodes.note(place)
             return place, _RECOMPUTE
         return place, _BACKWARD
+
+    def _optimizer_place(self, arguments: list[Argument]) -> Place:
+        source = self._sources.nearest(depth=6)
+        owner = self._owners.of(argument.tensor for argument in arguments)
+        place = self._nodes.place(owner, self._position.microbatch, source)
+        if torch.is_grad_enabled():
+            self._nodes.note(place)
+        return place
 
     def _forward_place(self, microbatch: int) -> Place:
         source = self._sources.nearest(depth=6)

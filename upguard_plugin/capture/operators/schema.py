@@ -34,6 +34,8 @@ UNANNOTATED_WRITES: dict[str, tuple[str, ...]] = {
     "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
     "aten::batch_norm_update_stats": ("running_mean", "running_var"),
 }
+# Overloads are kept with what was read of them, so that the id of one stays its own.
+_known: dict[int, tuple[torch._ops.OpOverload, Operator]] = {}
 # Its first result is what it wrote into the memory of an argument.
 _WRITES_ITS_RESULT = {"fsdp::all_gather_copy_in"}
 
@@ -53,7 +55,7 @@ class Operator:
     writes_its_result: bool
     is_observed: bool
     is_foreign: bool  # not torch's own: its schema may be silent on what it writes
-    returns_fresh: bool  # its results share no memory with its arguments
+    returns_known: bool  # its results have memory of their own, or are arguments that it wrote
     returns_written: bool  # its results are arguments that it wrote, nothing else
 
     @property
@@ -62,9 +64,15 @@ class Operator:
         return bool(self.written) or self.is_foreign or self.makes_uninitialised
 
 
-@cache
 def describe(overload: torch._ops.OpOverload) -> Operator:
-    """Read an overload's schema, once: a run has some hundred overloads."""
+    """What the schema says, read once: a run has some hundred overloads."""
+    known = _known.get(id(overload))  # by id: overloads are slow to hash
+    if known is None:
+        known = _known[id(overload)] = (overload, _read(overload))
+    return known[1]
+
+
+def _read(overload: torch._ops.OpOverload) -> Operator:
     schema = overload._schema
     namespace = overload.namespace
     name = schema.name.split("::", 1)[1]
@@ -75,6 +83,9 @@ def describe(overload: torch._ops.OpOverload) -> Operator:
         if annotated or argument.name in unannotated:
             written.add(argument.name if argument.kwarg_only else position)
     aliases = [value.alias_info for value in schema.returns]
+    returns_written = bool(written) and all(
+        alias is not None and alias.is_write for alias in aliases
+    )
     return Operator(
         name=f"{namespace}.{name}",
         written=frozenset(written),
@@ -89,9 +100,8 @@ def describe(overload: torch._ops.OpOverload) -> Operator:
         writes_its_result=schema.name in _WRITES_ITS_RESULT,
         is_observed=namespace not in _UNOBSERVED_NAMESPACES,
         is_foreign=namespace != "aten",
-        returns_fresh=namespace == "aten" and not written and not any(aliases),
-        returns_written=bool(written)
-        and all(alias is not None and alias.is_write for alias in aliases),
+        returns_known=namespace == "aten" and (returns_written if written else not any(aliases)),
+        returns_written=returns_written,
     )
 
 
@@ -110,6 +120,6 @@ def opaque_operator(name: str, written: frozenset[int | str] | None = None) -> O
         writes_its_result=False,
         is_observed=True,
         is_foreign=True,
-        returns_fresh=False,
+        returns_known=False,
         returns_written=False,
     )

@@ -15,6 +15,8 @@ from upguard_plugin.records import Source
 if TYPE_CHECKING:
     from upguard_plugin.capture.recorder import Recorder
 
+_NEVER_REPEATED = {"backward", "accumulate", "optimizer"}  # phases without a recompute
+
 
 class Site:
     """One operator called from one line for one boundary, in one phase."""
@@ -63,16 +65,17 @@ class Sites:
 
         In recompute: the number that the forward gave it, in that call of the module.
         """
-        inside = (site.boundary, site.operator, microbatch, module_call)
-        if site.phase == "recompute":
+        phase = site.phase
+        if phase == "recompute":
+            inside = (site.boundary, site.operator, microbatch, module_call)
             repeated = self._repeated.get(inside, 0)
             self._repeated[inside] = repeated + 1
             return self._firsts.get(inside, 0) + repeated
-        name = (site.boundary, site.operator, site.phase, microbatch)
+        name = (site.boundary, site.operator, phase, microbatch)
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
-        if site.phase != "backward":
-            self._firsts.setdefault(inside, call)
+        if phase not in _NEVER_REPEATED:
+            self._firsts.setdefault((name[0], name[1], microbatch, module_call), call)
         return call
 
     def begin_step(self) -> None:
