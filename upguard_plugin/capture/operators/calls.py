@@ -74,12 +74,13 @@ class OperatorCalls:
         if operator.is_view or not operator.is_observed:
             self._locator.place_quickly()
             return None
-        arguments = tensors_given(args, kwargs)
+        looked_at = None if self._inputs_wanted else operator.looked_at
+        arguments = tensors_given(args, kwargs, looked_at)
         if operator.is_collective:
             for argument in arguments:
                 self.storages.lose_sight(argument.tensor)
             return None
-        return self._begin_recorded(operator, arguments, kwargs)
+        return self._begin_recorded(operator, arguments, args, kwargs)
 
     @shielded
     def begin_opaque(
@@ -96,7 +97,7 @@ class OperatorCalls:
             if not is_traceable_wrapper_subclass(argument.tensor)
         ]
         operator = opaque_operator(name, frozenset(a.key for a in arguments) if writes else None)
-        return self._begin_recorded(operator, arguments, kwargs)
+        return self._begin_recorded(operator, arguments, args, kwargs)
 
     @shielded
     def finish_opaque(self, running: Running | None, result: Any) -> None:
@@ -109,7 +110,7 @@ class OperatorCalls:
             self._locator.note_node(argument.tensor.grad_fn, running.place)
         for argument in (*running.arguments, *returned):
             if argument.storage is not None:
-                argument.storage.known.clear()
+                argument.storage.forget()
         for argument in running.arguments:
             if argument.key in running.operator.written:
                 self._written(running, argument, "after")
@@ -120,20 +121,19 @@ class OperatorCalls:
                 self._written(running, argument, None)
 
     def _begin_recorded(
-        self, operator: Operator, arguments: list[Argument], kwargs: dict[str, Any]
+        self,
+        operator: Operator,
+        arguments: list[Argument],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Running | None:
-        place, phase = self._locator.place_of(arguments)
+        place, phase = self._locator.place_of(args, kwargs)
         selected = self._selects_all or self._is_selected(place.boundary, phase)
         if not selected and not operator.has_effects:
             return None
         find = self.storages.find
-        if self._inputs_wanted or not operator.returns_known:
-            for argument in arguments:
-                argument.storage = find(argument.tensor)
-        elif operator.written:
-            for argument in arguments:
-                if argument.key in operator.written:
-                    argument.storage = find(argument.tensor)
+        for argument in arguments:
+            argument.storage = find(argument.tensor)
         if not selected:
             return Running(operator, arguments, place, phase)
         running, site = self._running(operator, place, phase, arguments)
@@ -161,7 +161,7 @@ class OperatorCalls:
         elif operator.is_foreign:
             for argument in arguments:
                 if argument.storage is not None:
-                    argument.storage.known.clear()
+                    argument.storage.forget()
         known = [argument.storage for argument in arguments if argument.storage is not None]
         for returned in tensors_returned(result):
             if operator.written and any(a.tensor is returned.tensor for a in arguments):
@@ -189,7 +189,7 @@ class OperatorCalls:
         """The result of an operator that allocates and does not write."""
         for argument in arguments:
             if argument.storage is not None and argument.tensor is result:  # resize_
-                before = argument.storage.memory[1]
+                before = argument.storage.size
                 self.storages.of(result).grow_blank(before)
                 return
         for returned in tensors_returned(result):

@@ -23,6 +23,10 @@ from upguard_plugin.capture.uncompiled import can_be_told, leave_alone
 
 _RNG_SLOT = "generator"
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+# By name of this module: they are asked for every operator.
+_dispatch_mode = torch._C._get_dispatch_mode
+_num_function_modes = torch._C._len_torch_function_stack
+_is_compiling = torch.compiler.is_compiling
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -73,12 +77,12 @@ class OperatorProbe(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.recorder.active or (self._launching and get_ident() in self._launching):
             return func(*args, **kwargs)
-        if torch._C._get_dispatch_mode(_FAKE) is not None:
+        if _dispatch_mode(_FAKE) is not None:
             return func(*args, **kwargs)  # nothing is computed: shapes are worked out
         for kind in types:
             if kind not in _PLAIN:
                 return self._pass_to_subclass(func, args, kwargs)
-        if torch._C._len_torch_function_stack() or torch.compiler.is_compiling():
+        if _num_function_modes() or _is_compiling():
             return self._run_in_shade(func, args, kwargs)
         # As `shielded`, without a call more for each half.
         try:

@@ -55,8 +55,8 @@ class Operator:
     writes_its_result: bool
     is_observed: bool
     is_foreign: bool  # not torch's own: its schema may be silent on what it writes
-    returns_known: bool  # its results have memory of their own, or are arguments that it wrote
     returns_written: bool  # its results are arguments that it wrote, nothing else
+    looked_at: frozenset[int | str] | None  # arguments to follow if none is recorded; None: all
 
     @property
     def has_effects(self) -> bool:
@@ -86,6 +86,11 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
     returns_written = bool(written) and all(
         alias is not None and alias.is_write for alias in aliases
     )
+    is_foreach = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+    is_random = torch.Tag.nondeterministic_seeded in overload.tags
+    # Its results may share memory with any argument, or the others tell whom or where it is for.
+    shares = not returns_written if written else any(aliases)
+    any_matters = namespace != "aten" or shares or is_foreach or is_random
     return Operator(
         name=f"{namespace}.{name}",
         written=frozenset(written),
@@ -93,15 +98,15 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
         # `set_` gives a tensor another storage: it writes no memory.
         is_view=name == "set_"
         or (bool(aliases) and not written and all(alias is not None for alias in aliases)),
-        is_random=torch.Tag.nondeterministic_seeded in overload.tags,
-        is_foreach=name.startswith(("_foreach_", "_fused_", "_amp_foreach_")),
+        is_random=is_random,
+        is_foreach=is_foreach,
         is_collective=namespace in _COLLECTIVE_NAMESPACES,
         makes_uninitialised=namespace == "aten" and name in _UNINITIALISED,
         writes_its_result=schema.name in _WRITES_ITS_RESULT,
         is_observed=namespace not in _UNOBSERVED_NAMESPACES,
         is_foreign=namespace != "aten",
-        returns_known=namespace == "aten" and (returns_written if written else not any(aliases)),
         returns_written=returns_written,
+        looked_at=None if any_matters else frozenset(written),
     )
 
 
@@ -120,6 +125,6 @@ def opaque_operator(name: str, written: frozenset[int | str] | None = None) -> O
         writes_its_result=False,
         is_observed=True,
         is_foreign=True,
-        returns_known=False,
         returns_written=False,
+        looked_at=None,
     )
