@@ -8,7 +8,7 @@ where one is missing, torch's own wrapper stays.
 
 from __future__ import annotations
 
-from types import FunctionType
+from types import CodeType
 
 from torch._C._dynamo import eval_frame
 
@@ -20,8 +20,8 @@ def can_be_told() -> bool:
     return all(hasattr(eval_frame, seam) for seam in _SEAMS)
 
 
-def leave_alone(function: FunctionType) -> None:
-    """Have torch.compile skip the function, and what it calls. Only where `can_be_told`."""
+def leave_alone(code: CodeType) -> None:
+    """Have torch.compile skip these frames, and those they call. Only where `can_be_told`."""
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    eval_frame.set_code_exec_strategy(code, strategy)
