@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +37,8 @@ _GRADIENT_LOOKS = frozenset(("grad_sync", role) for role in GRADIENTS)
 _OF_WHOLE_STEP: Place = (0, NONE)
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a rank calls an event, and where."""
+class Seen(NamedTuple):
+    """What a rank calls an event, and where: made, hashed and sent once for each holding."""
 
     what: What
     place: Place  # data-parallel index and micro-batch; of a state, that of the whole step

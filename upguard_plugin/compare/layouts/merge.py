@@ -21,7 +21,7 @@ from upguard_plugin.compare.layouts.shares import fingerprint_of
 from upguard_plugin.compare.layouts.sums import Sizes
 from upguard_plugin.fingerprint.adding import add_groups, multiply
 from upguard_plugin.records import FINGERPRINT_PRIME, EventKey
-from upguard_plugin.trace.batch import NONE
+from upguard_plugin.trace.batch import NONE, EventBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,22 @@ class LogicalStep:
         sketch = None if self.sketch is None or np.isnan(self.sketch[row, 0]) else self.sketch[row]
         whole = Whole(sketch, bool(self.is_agreed[row]), int(self.nonfinite[row]))
         return LogicalEvent(about, whole, number if self.has_number[row] else None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepEvents(Sequence[LogicalEvent]):
+    """The events of a step that are compared, in order; each is made when it is asked for."""
+
+    merged: LogicalStep
+    rows: Ints  # of the merged step
+    batch: EventBatch
+    sums: Ints  # a number for the sums over ranks that went into each event
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> LogicalEvent:  # type: ignore[override]  # no slices
+        return self.merged.event(int(self.rows[row]))
 
 
 def merge_step(step: HeldStep, plan: MergePlan) -> LogicalStep:
