@@ -7,7 +7,7 @@ that they add up to the logical fingerprint, which is the same in every layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -126,10 +126,11 @@ def split_run(
     num_steps: int = 2,
     *,
     flips: Mapping[tuple[int, int, int], int] | None = None,
+    drops: Collection[tuple[int, int, int]] = (),
     sketch: bool = False,
     name: str = "run",
 ) -> MemoryRun:
-    """flips: (rank, step, row) -> what its fingerprint is changed by."""
+    """flips: (rank, step, row) -> what its fingerprint is changed by. drops: rows left out."""
     batches, layouts = {}, {}
     for rank in range(mesh.num_ranks):
         listed = seen_by(mesh, rank)
@@ -140,6 +141,9 @@ def split_run(
                 h = made[step].h.copy()
                 h[row] = (int(h[row]) + change) % FINGERPRINT_PRIME
                 made[step] = replace(made[step], h=h)
+        for on, step, row in drops:
+            if on == rank and step < num_steps and row < len(made[step]):
+                made[step] = made[step].take(np.delete(np.arange(len(made[step])), row))
         batches[rank], layouts[rank] = made, mesh.layout(rank)
     return MemoryRun(batches, name, layouts=layouts)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,8 @@ FLIPS = st.dictionaries(
     max_size=3,
 )
 
+DROPS = st.sets(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 20)), max_size=2)
+
 
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
 def test_every_logical_tensor_of_two_clean_runs_is_compared_and_equal(mesh):
@@ -33,13 +37,15 @@ def test_every_logical_tensor_of_two_clean_runs_is_compared_and_equal(mesh):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(MESHES), st.sampled_from(MESHES), FLIPS, FLIPS, st.integers(1, 3),
-    st.booleans(), st.booleans(), st.integers(2, 4),
+    st.booleans(), st.booleans(), st.integers(2, 4), DROPS,
 )  # fmt: skip
 def test_every_number_of_processes_gives_the_same_answer(
-    ours, theirs, flips, other_flips, num_steps, sketch, exact, size
+    ours, theirs, flips, other_flips, num_steps, sketch, exact, size, drops
 ):
     baseline = split_run(ours, num_steps, flips=flips, sketch=sketch)
-    target = split_run(theirs, num_steps, flips=other_flips, sketch=sketch, name="target")
+    target = split_run(
+        theirs, num_steps, flips=other_flips, drops=drops, sketch=sketch, name="target"
+    )
 
     alone = compare_runs(baseline, target, exact=exact)
     answers = together(size, baseline, target, exact=exact)
@@ -67,6 +73,46 @@ def test_each_step_of_each_rank_is_read_once(size):
 
     assert {answer.verdict for answer in answers} == {"identical"}
     assert (baseline.num_reads, target.num_reads) == (4 * 5, 4 * 5)
+
+
+class Watched(MemoryRun):
+    """Counts who is asked for, and by whom."""
+
+    def asked(self, rank):
+        looks = self.__dict__.setdefault("looks", [])
+        looks.append((rank, threading.get_ident()))
+        return rank
+
+    def has_trace(self, rank):
+        return super().has_trace(self.asked(rank))
+
+    def end(self, rank):
+        return super().end(self.asked(rank))
+
+    def layout(self, rank):
+        return super().layout(self.asked(rank))
+
+    def steps(self, rank):
+        return super().steps(self.asked(rank))
+
+    def read(self, rank, step, *, verify=False):
+        return super().read(self.asked(rank), step, verify=verify)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_rank_is_looked_at_by_one_process(size):
+    made = [split_run(mesh, 2) for mesh in (Mesh(tp=4), Mesh(tp=4, dp=2))]
+    runs = [
+        Watched({r: list(b.values()) for r, b in run.batches.items()}, layouts=run._layouts)
+        for run in made
+    ]
+
+    together(size, *runs)
+
+    for run in runs:
+        # Once whether it is there, its layout, its end, its steps; and each of two steps.
+        assert sorted(rank for rank, _ in run.looks) == sorted([*run.ranks] * 6)
+        assert len(set(run.looks)) == len(run.ranks)
 
 
 class Verified(MemoryRun):

@@ -23,7 +23,7 @@ from upguard_plugin.compare.layouts.holdings import Plan, RankRows, plan_of, str
 from upguard_plugin.compare.layouts.units import Held, SampleSeen, samples_of
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.survey import own_ranks
-from upguard_plugin.compare.team import Part, Team, joined
+from upguard_plugin.compare.team import Team
 from upguard_plugin.errors import UpGuardError
 from upguard_plugin.records import EventKey
 from upguard_plugin.trace.step_table import StepTable
@@ -114,14 +114,20 @@ class Gathering:
             self._serve()
             served: list[Answer] = team.share(list)
             return served[0]
-        if team.size == 1:
-            return lead()
-        found = Part.of(lambda: [lead()])
-        if not self._failed:  # else all processes raise it
-            team.share(lambda: [_Order((), ())])
-            found = Part(team.share(lambda: joined([found])))
-        answers: list[Answer] = joined([found])
-        return answers[0]
+        try:
+            found = lead()
+        except Exception as error:
+            if self._failed or team.size == 1:
+                raise  # all processes do
+            self._dismiss()
+            team.share(partial(_fail, error))
+            raise
+        if team.size > 1:
+            self._dismiss()
+        return team.share(lambda: [found])[0]
+
+    def _dismiss(self) -> None:
+        self._team.share(lambda: [_Order((), ())])
 
     def steps(self, wanted: Sequence[StepOf], ahead: Sequence[StepOf] = ()) -> list[GatheredStep]:
         """These steps, on the first process. ahead: what will probably be asked for next."""
@@ -162,6 +168,10 @@ class Gathering:
 
     def _bring(self, wanted: Sequence[StepOf]) -> list[_Brought]:
         return [self._own[one.run].bring(one.step) for one in wanted]
+
+
+def _fail(error: Exception) -> list[None]:
+    raise error
 
 
 class _OwnRanks:
