@@ -191,8 +191,9 @@ class Coverage(Model):
     tainted: int = Field(
         default=0, description="pairs before any divergence that are unequal by rounding"
     )
-    filtered: int
-    noise: int
+    filtered: int = Field(description="events that nobody asked for, or that rules ignore")
+    ignored: int = Field(default=0, description="of these, events that rules ignore")
+    noise: int = Field(description="events at boundaries that differ in a repeat of the baseline")
     never_fired: int = Field(description="probes that never saw a tensor, as the runs noted them")
 
 

@@ -281,6 +281,7 @@ def _coverage(baseline: Run, target: Run, facts: Sequence[RankFacts], num_skippe
         not_comparable=total["not_comparable"],
         tainted=total["tainted"],
         filtered=total["filtered"] + num_skipped,
+        ignored=sum(sum(found.ignored.values()) for found in facts),
         noise=total["noise"],
         never_fired=sum(
             note.startswith(NEVER_FIRED)

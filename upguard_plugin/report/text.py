@@ -48,11 +48,23 @@ def headline(verdict: Verdict) -> str:
     if found is not None:
         return f"DIVERGENT at {_when(found)}"
     if verdict.verdict == "identical":
-        equal = f"{verdict.certified.events} events are equal, bit by bit"
-        if verdict.tainted is None:
-            return f"IDENTICAL: {equal}"
-        return f"IDENTICAL but for rounding: {equal}; {verdict.tainted.boundaries} are not"
+        return _identical(verdict)
     return f"INCOMPARABLE: {plain(verdict.notes[0]) if verdict.notes else 'nothing was compared'}"
+
+
+def _identical(verdict: Verdict) -> str:
+    """What is equal, and what is not, or was left out, although the runs are called identical."""
+    apart, counts = [], [f"{verdict.certified.events} events are equal, bit by bit"]
+    for number, what, of_them in (
+        (0 if verdict.tainted is None else verdict.tainted.boundaries, "rounding", "not"),
+        (verdict.coverage.noise, "noise", "noise"),
+        (verdict.coverage.ignored, "what is ignored", "ignored"),
+    ):
+        if number:
+            apart.append(what)
+            counts.append(f"{number} {'is' if number == 1 else 'are'} {of_them}")
+    but_for = f" but for {' and '.join(apart)}" if apart else ""
+    return f"IDENTICAL{but_for}: {'; '.join(counts)}"
 
 
 def _when(found: Divergence) -> str:
