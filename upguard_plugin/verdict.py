@@ -194,7 +194,9 @@ class Coverage(Model):
     filtered: int = Field(description="events that nobody asked for, or that rules ignore")
     ignored: int = Field(default=0, description="of these, events that rules ignore")
     noise: int = Field(description="events at boundaries that differ in a repeat of the baseline")
-    never_fired: int = Field(description="probes that never saw a tensor, as the runs noted them")
+    never_fired: int = Field(
+        description="probes and settings that saw no tensor on any rank, as the runs noted them"
+    )
 
 
 class Verdict(Model):

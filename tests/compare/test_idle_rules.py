@@ -7,8 +7,11 @@ import json
 import pytest
 
 from tests.compare.streams import two_ranks
-from tests.memory_run import run, written
+from tests.memory_run import MemoryRun, batch, events, run, written
 from upguard_plugin.cli import main
+from upguard_plugin.compare.runs import compare_runs
+from upguard_plugin.records import NEVER_FIRED
+from upguard_plugin.trace.batch import RankEnd
 
 ONE = """
 forward   0  output  fc/out      y    Linear
@@ -71,6 +74,19 @@ def test_the_reason_of_an_undecided_comparison_stays_first(tmp_path, capsys):
 
     assert lines[0].startswith("INCOMPARABLE: nothing in common")
     assert "  note       --modules hed names no boundary of either run" in lines
+
+
+def test_a_setting_counts_as_idle_only_if_it_named_nothing_on_any_rank():
+    """A glob for another stage's modules is no slip."""
+    slip, other = f"{NEVER_FIRED}modules has 'haed'", f"{NEVER_FIRED}modules has 'head'"
+    ends = {0: RankEnd(True, notes=(slip, other)), 1: RankEnd(True, notes=(slip,))}
+    batches = {rank: [batch(0, events(OTHER))] for rank in (0, 1)}
+
+    verdict = compare_runs(MemoryRun(batches, "a", ends), MemoryRun(batches, "b"))
+
+    assert verdict.coverage.never_fired == 1
+    assert f"baseline: {slip}" in verdict.notes
+    assert f"baseline: {other}" not in verdict.notes
 
 
 def test_the_first_line_says_that_something_was_ignored(runs, tmp_path, capsys):

@@ -15,8 +15,8 @@ from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import CHOICES
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.steps import RankSteps
+from upguard_plugin.records import NEVER_FIRED
 
-NEVER_FIRED = "never fired: "  # how a rank's note of a probe that saw no tensor begins
 RENUMBERED = "resumed: step "  # how the note on other numbers of steps begins
 OTHER_PLACEMENTS = "the runs give these tensors other placements"
 _PROGRAMS_DIFFER = "program: other sources, command or training config"
@@ -184,10 +184,19 @@ def differences_of_runs(baseline: Run, target: Run) -> list[str]:
         if run.attempts:
             names = _listed([path.name for path in run.attempts])
             notes.append(f"{side}: the job was restarted; {names} are runs of their own")
-        told = [*run.manifest.notes]
-        told += [note for rank in run.ranks for note in run.end(rank).notes]
-        notes += [f"{side}: {note}" for note in dict.fromkeys(told)]
+        notes += [f"{side}: {note}" for note in notes_of(run)]
     return notes
+
+
+def notes_of(run: Run) -> list[str]:
+    """What a run's manifest and ranks note, once each; what never fired only if on no rank."""
+    told = Counter(note for rank in run.ranks for note in dict.fromkeys(run.end(rank).notes))
+    heard = [
+        note
+        for note, num_ranks in told.items()
+        if num_ranks == len(run.ranks) or not note.startswith(NEVER_FIRED)
+    ]
+    return list(dict.fromkeys([*run.manifest.notes, *heard]))
 
 
 def rank_notes(facts: Sequence[RankFacts]) -> list[str]:
