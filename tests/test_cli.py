@@ -175,6 +175,18 @@ def test_show_refuses_what_was_not_recorded(runs, capsys):
     assert (code, err.splitlines()[0]) == (2, f"{runs / 'run'} has nothing of --steps 7")
 
 
+def test_show_refuses_filters_that_nothing_passes(runs, capsys):
+    arguments = ("show", runs / "run", "--modules", "haed", "--limit")
+
+    assert upguard(capsys, *arguments, "5") == (
+        2,
+        "",
+        f"{runs / 'run'} has no event that was asked for\n"
+        f"  try  upguard show {runs / 'run'}, without --modules, --roles and --phase\n",
+    )
+    assert upguard(capsys, *arguments, "0")[0] == 0
+
+
 def test_a_closed_pipe_is_no_error(runs):
     code = (
         "import subprocess, sys\n"

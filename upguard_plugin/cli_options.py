@@ -7,6 +7,7 @@ Out: what is printed or written, and an exit code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -73,9 +74,11 @@ def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:
         for line in lines:
             click.echo(line)
         return
+    lines = iter(lines)
+    first = list(islice(lines, 1))  # before the file is there: there may be nothing to report
     try:
         with Path(output).open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+            file.writelines(f"{line}\n" for line in chain(first, lines))
     except OSError as error:
         raise UsageError(
             f"cannot write the report to {output}: {error.strerror}",

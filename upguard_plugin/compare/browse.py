@@ -7,6 +7,7 @@ Out: events, rank by rank, step by step, in program order.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, islice
 
 import numpy as np
 
@@ -19,8 +20,21 @@ from upguard_plugin.verdict import SeenEvent
 
 
 def browse(run: Run, selection: Selection, limit: int | None = None) -> Iterator[SeenEvent]:
-    """At most `limit` events. Raises UsageError for ranks or steps that the run does not have."""
+    """At most `limit` events. Raises UsageError for what the run does not have."""
     _check(run, selection)
+    events = _chosen(run, selection, limit)
+    first = list(islice(events, 1))
+    if not first and limit != 0:
+        if selection.all_events:
+            raise UsageError(f"{run.path} has no event: no step of it was recorded to its end")
+        raise UsageError(
+            f"{run.path} has no event that was asked for",
+            remedy=f"upguard show {run.path}, without --modules, --roles and --phase",
+        )
+    return chain(first, events)
+
+
+def _chosen(run: Run, selection: Selection, limit: int | None) -> Iterator[SeenEvent]:
     left = limit
     for rank in run.ranks:
         if not selection.has_rank(rank):
