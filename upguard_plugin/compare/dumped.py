@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from upguard_plugin.compare.browse import seen_event
 from upguard_plugin.compare.elements import Array, compare_elements
@@ -150,7 +150,7 @@ def _boundaries(run: DumpedRun, rank: int, step: int) -> set[str]:
     }
 
 
-def _listed(items: Iterable[int] | Iterable[str]) -> str:
+def _listed(items: Iterable[Any]) -> str:
     ordered = sorted(set(items))
     more = f" and {len(ordered) - _MAX_LISTED} more" if len(ordered) > _MAX_LISTED else ""
     return f"{', '.join(map(str, ordered[:_MAX_LISTED])) or 'none'}{more}"
