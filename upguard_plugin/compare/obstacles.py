@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.run import Run
@@ -21,6 +22,7 @@ RENUMBERED = "resumed: step "  # how the note on other numbers of steps begins
 OTHER_PLACEMENTS = "the runs give these tensors other placements"
 _PROGRAMS_DIFFER = "program: other sources, command or training config"
 _MAX_LISTED = 8
+_NONE = "none"
 
 
 def refusal(baseline: Run, target: Run) -> str | None:
@@ -81,12 +83,13 @@ def totals(facts: Sequence[RankFacts]) -> Counter[str]:
 def _missing_ranks(baseline: Run, target: Run, selection: Selection) -> list[str]:
     reasons = []
     for side, run in (("baseline", baseline), ("target", target)):
-        wanted = set(run.missing_ranks)
+        lacking: Iterable[int] = sorted(run.missing_ranks)
         if selection.ranks is not None:
-            wanted = set(selection.ranks.finite()) - set(run.ranks)
-        if wanted:
+            lacking = selection.ranks.without(set(run.ranks))
+        wanted = _listed(lacking)
+        if wanted != _NONE:
             reasons.append(
-                f"missing ranks: the {side} lacks {_listed(sorted(wanted))} "
+                f"missing ranks: the {side} lacks {wanted} "
                 f"(found {_listed(sorted(run.ranks))}); copy the missing files, or name the ranks "
                 f"to compare: --ranks {_listed(sorted(run.ranks), ',')}"
             )
@@ -104,12 +107,10 @@ def missing_steps(baseline: Run, target: Run, selection: Selection, steps: RankS
     reasons = []
     chosen = steps.common[selection.has_steps(steps.common)]
     if selection.steps is not None:
-        found = set(chosen.tolist())
-        lacking = [step for step in selection.steps.finite() if step not in found]
-        if lacking:
+        lacking = _listed(selection.steps.without(set(chosen.tolist())))
+        if lacking != _NONE:
             reasons.append(
-                f"rank {steps.rank}: steps {_listed(lacking)} were asked for, "
-                "and not both runs have them"
+                f"rank {steps.rank}: steps {lacking} were asked for, and not both runs have them"
             )
     if not len(chosen):
         reasons += _ended_early(baseline, target, steps, 0)
@@ -241,10 +242,15 @@ def _changed(ours: Mapping[str, str], theirs: Mapping[str, str], between: str) -
             yield f"{left} against {'unset' if other is None else other}"
 
 
-def _listed(items: Sequence[object], comma: str = ", ") -> str:
-    shown = [str(item) for item in items[:_MAX_LISTED]]
-    more = len(items) - len(shown)
-    return (comma.join(shown) or "none") + (f" and {more} more" if more else "")
+def _listed(items: Iterable[object], comma: str = ", ") -> str:
+    """The first of them, and how many more there are; "more" alone if nobody has counted them."""
+    listed = iter(items)
+    shown = [str(item) for item in islice(listed, _MAX_LISTED)]
+    if isinstance(items, Sequence):
+        more = f" and {len(items) - len(shown)} more" if len(items) > len(shown) else ""
+    else:
+        more = " and more" if next(listed, None) is not None else ""
+    return (comma.join(shown) or _NONE) + more
 
 
 def _count(number: int, thing: str) -> str:
