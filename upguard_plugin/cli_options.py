@@ -6,6 +6,8 @@ Out: what is printed or written, and an exit code.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from pathlib import Path
@@ -71,8 +73,7 @@ def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:
     if quiet and output is None:
         return
     if output is None:
-        for line in lines:
-            click.echo(line)
+        _print(lines)
         return
     lines = iter(lines)
     first = list(islice(lines, 1))  # before the file is there: there may be nothing to report
@@ -84,3 +85,13 @@ def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:
             f"cannot write the report to {output}: {error.strerror}",
             remedy="name another file with --output",
         ) from None
+
+
+def _print(lines: Iterable[str]) -> None:
+    try:
+        for line in lines:
+            click.echo(line)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has seen enough: the exit code is still the answer.
+        # What is left in our buffer must go somewhere, or Python complains at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,7 +1,8 @@
-"""Rules and globs of the command line that name nothing in either run: most often a slip.
+"""Rules and globs of the command line that name nothing in the runs: most often a slip.
 
-In:  both runs, and what --modules, --ignore and --map say.
-Out: one sentence for each that names no boundary.
+In:  the runs, and what --steps, --ranks, --modules, --ignore and --map say.
+Out: one sentence for each that names no boundary; where one run was asked for nothing that it has,
+     a UsageError.
 
 The key table of a rank names all that it recorded, so one step of it is read. Of large runs some
 ranks are looked at, evenly spread, and the sentence says how many.
@@ -16,9 +17,11 @@ from upguard_plugin.compare.ignoring import IgnoreRule, pattern_of
 from upguard_plugin.compare.renaming import RenamedRun, RenameRule
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
+from upguard_plugin.errors import UsageError
 from upguard_plugin.records import EventKey
 
 MAX_RANKS = 64  # of each run
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,35 @@ def idle_rules(
     looked = f" (looked at {MAX_RANKS} ranks of each)"
     is_large = max(len(run.listed_ranks) for run in (baseline, target)) > MAX_RANKS
     return [sentence + looked if is_large else sentence for sentence in sentences]
+
+
+def refuse_absent(run: Run, selection: Selection) -> None:
+    """Raises UsageError for ranks, steps or boundaries of which the run has none."""
+    steps: set[int] = set()
+    if selection.steps is not None:
+        steps = {entry.step for rank in run.ranks for entry in run.steps(rank)}
+    for option, numbers, known in (
+        ("--ranks", selection.ranks, set(run.ranks)),
+        ("--steps", selection.steps, steps),
+    ):
+        if numbers is not None and not any(number in numbers for number in known):
+            recorded = f"{min(known)} to {max(known)}" if known else "nothing"
+            raise _absent(run, option, numbers.text, recorded)
+    globs = [_module_glob(glob) for glob in selection.modules]
+    if globs and len(_without_match(globs, (run,), selection)) == len(globs):
+        tables = _key_tables(run, selection)
+        names = sorted({key.boundary for key in next(tables, ())})
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        recorded = f"{', '.join(names[:_MAX_LISTED]) or 'nothing'}{more}"
+        raise _absent(run, "--modules", ",".join(selection.modules), recorded)
+
+
+def _absent(run: Run, option: str, asked: str, recorded: str) -> UsageError:
+    return UsageError(
+        f"{run.path} has nothing of {option} {asked}",
+        evidence={"recorded": recorded},
+        remedy=f"name recorded ones with {option}",
+    )
 
 
 def _module_glob(glob: str) -> _Rule:

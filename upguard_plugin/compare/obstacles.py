@@ -88,17 +88,17 @@ def _missing_ranks(baseline: Run, target: Run, selection: Selection) -> list[str
             lacking = selection.ranks.without(set(run.ranks))
         wanted = _listed(lacking)
         if wanted != _NONE:
+            found = sorted(run.ranks)
+            others = f", or name the ranks to compare: --ranks {_listed(found, ',')}"
             reasons.append(
-                f"missing ranks: the {side} lacks {wanted} "
-                f"(found {_listed(sorted(run.ranks))}); copy the missing files, or name the ranks "
-                f"to compare: --ranks {_listed(sorted(run.ranks), ',')}"
+                f"missing ranks: the {side} lacks {wanted} (found {_listed(found)}); "
+                f"copy the missing files{others if found else ''}"
             )
     one_sided = set(baseline.ranks) ^ set(target.ranks)
     if selection.ranks is None and one_sided and not reasons:
-        reasons.append(
-            f"ranks {_listed(sorted(one_sided))} were recorded by one run only; name the ranks to "
-            f"compare: --ranks {_listed(sorted(set(baseline.ranks) & set(target.ranks)), ',')}"
-        )
+        common = sorted(set(baseline.ranks) & set(target.ranks))
+        others = f"; name the ranks to compare: --ranks {_listed(common, ',')}" if common else ""
+        reasons.append(f"ranks {_listed(sorted(one_sided))} were recorded by one run only{others}")
     return reasons
 
 
