@@ -176,7 +176,7 @@ def test_show_refuses_what_was_not_recorded(runs, capsys):
     assert (code, err.splitlines()[0]) == (2, f"{runs / 'run'} has nothing of --steps 7")
 
 
-@pytest.mark.parametrize("verb", ["show", "check"])
+@pytest.mark.parametrize(("verb", "expected"), [("show", 2), ("check", 3)])
 @pytest.mark.parametrize(
     ("option", "asked", "recorded"),
     [
@@ -185,10 +185,12 @@ def test_show_refuses_what_was_not_recorded(runs, capsys):
         ("--modules", "haed,tail", "blocks.0, "),
     ],
 )
-def test_what_names_nothing_of_one_run_is_refused(runs, capsys, verb, option, asked, recorded):
+def test_what_names_nothing_of_one_run_is_refused(
+    runs, capsys, verb, expected, option, asked, recorded
+):
     code, out, err = upguard(capsys, verb, runs / "run", option, asked)
 
-    assert (code, out) == (2, "")
+    assert (code, out) == (expected, "")
     lines = err.splitlines()
     assert lines[0] == f"{runs / 'run'} has nothing of {option} {asked}"
     assert lines[1].startswith(f"  recorded  {recorded}")

@@ -22,6 +22,7 @@ from upguard_plugin.cli_options import Verbs, output_options, selection_options,
 from upguard_plugin.errors import (
     EXIT_DIVERGENT,
     EXIT_IDENTICAL,
+    IncomparableError,
     UpGuardError,
     UsageError,
 )
@@ -160,7 +161,7 @@ def check(
 
     selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles)
     trace = open_trace(Path(run))
-    refuse_absent(trace, selection)
+    refuse_absent(trace, selection, IncomparableError)
     with Progress(quiet, "checking") as progress:
         found = check_run(trace, selection, progress=progress)
     report = found.to_json() if form == "json" else check_text(found, verbose=verbose)

@@ -45,6 +45,16 @@ class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Report(Model):
+    """What a verb answers, with names that are no names in Python."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    def to_json(self) -> str:
+        """Indented JSON, as `--format json` prints it."""
+        return self.model_dump_json(by_alias=True, indent=2)
+
+
 class RunSide(Model):
     """A run that a report is about."""
 
@@ -199,7 +209,7 @@ class Coverage(Model):
     )
 
 
-class Verdict(Model):
+class Verdict(Report):
     """The answer to `upguard compare BASELINE TARGET`."""
 
     schema_: Literal["upguard.verdict/1"] = Field(default="upguard.verdict/1", alias="schema")
@@ -217,15 +227,9 @@ class Verdict(Model):
     coverage: Coverage
     notes: list[str] = Field(description="of an incomparable verdict, the first is the reason")
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.verdict]
-
-    def to_json(self) -> str:
-        """Indented JSON, as `--format json` prints it."""
-        return self.model_dump_json(by_alias=True, indent=2)
 
 
 class SeenEvent(Model):

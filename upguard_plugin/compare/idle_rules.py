@@ -2,7 +2,7 @@
 
 In:  the runs, and what --steps, --ranks, --modules, --ignore and --map say.
 Out: one sentence for each that names no boundary; where one run was asked for nothing that it has,
-     a UsageError.
+     an error.
 
 The key table of a rank names all that it recorded, so one step of it is read. Of large runs some
 ranks are looked at, evenly spread, and the sentence says how many.
@@ -17,7 +17,7 @@ from upguard_plugin.compare.ignoring import IgnoreRule, pattern_of
 from upguard_plugin.compare.renaming import RenamedRun, RenameRule
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
-from upguard_plugin.errors import UsageError
+from upguard_plugin.errors import UpGuardError, UsageError
 from upguard_plugin.records import EventKey
 
 MAX_RANKS = 64  # of each run
@@ -51,8 +51,8 @@ def idle_rules(
     return [sentence + looked if is_large else sentence for sentence in sentences]
 
 
-def refuse_absent(run: Run, selection: Selection) -> None:
-    """Raises UsageError for ranks, steps or boundaries of which the run has none."""
+def refuse_absent(run: Run, selection: Selection, error: type[UpGuardError] = UsageError) -> None:
+    """Raises an error of this kind for ranks, steps or boundaries of which the run has none."""
     steps: set[int] = set()
     if selection.steps is not None:
         steps = {entry.step for rank in run.ranks for entry in run.steps(rank)}
@@ -62,18 +62,20 @@ def refuse_absent(run: Run, selection: Selection) -> None:
     ):
         if numbers is not None and not any(number in numbers for number in known):
             recorded = f"{min(known)} to {max(known)}" if known else "nothing"
-            raise _absent(run, option, numbers.text, recorded)
+            raise _absent(error, run, option, numbers.text, recorded)
     globs = [_module_glob(glob) for glob in selection.modules]
     if globs and len(_without_match(globs, (run,), selection)) == len(globs):
         tables = _key_tables(run, selection)
         names = sorted({key.boundary for key in next(tables, ())})
         more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
         recorded = f"{', '.join(names[:_MAX_LISTED]) or 'nothing'}{more}"
-        raise _absent(run, "--modules", ",".join(selection.modules), recorded)
+        raise _absent(error, run, "--modules", ",".join(selection.modules), recorded)
 
 
-def _absent(run: Run, option: str, asked: str, recorded: str) -> UsageError:
-    return UsageError(
+def _absent(
+    error: type[UpGuardError], run: Run, option: str, asked: str, recorded: str
+) -> UpGuardError:
+    return error(
         f"{run.path} has nothing of {option} {asked}",
         evidence={"recorded": recorded},
         remedy=f"name recorded ones with {option}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from upguard_plugin.report.places import when, where
 from upguard_plugin.report.plain import plain
 from upguard_plugin.verdict import (
     Distance,
@@ -46,7 +47,7 @@ def headline(verdict: Verdict) -> str:
     """The verdict in one line."""
     found = verdict.first_divergence
     if found is not None:
-        return f"DIVERGENT at {_when(found)}"
+        return f"DIVERGENT at {when(found)}"
     if verdict.verdict == "identical":
         return _identical(verdict)
     return f"INCOMPARABLE: {plain(verdict.notes[0]) if verdict.notes else 'nothing was compared'}"
@@ -67,23 +68,9 @@ def _identical(verdict: Verdict) -> str:
     return f"IDENTICAL{but_for}: {'; '.join(counts)}"
 
 
-def _when(found: Divergence) -> str:
-    parts = [f"step {found.step}"]
-    if found.iteration is not None and found.iteration != found.step:
-        parts[0] += f" (iteration {found.iteration})"
-    if found.microbatch is not None:
-        parts.append(f"micro-batch {found.microbatch}")
-    return ", ".join([*parts, found.phase])
-
-
 def _divergence_rows(found: Divergence, verdict: Verdict) -> list[tuple[str, str]]:
-    boundary = found.boundary
-    if found.operator is not None:
-        boundary += f", operator {found.operator}"
-    if found.call:
-        boundary += f", call {found.call}"
     rows = [
-        ("boundary", boundary),
+        ("boundary", where(found)),
         ("tensor", _tensor(found)),
         ("ranks", _ranks(found, verdict)),
         ("kind", f"{found.kind}: {found.explanation}"),
@@ -118,8 +105,8 @@ def _spread_rows(verdict: Verdict, verbose: bool) -> list[tuple[str, str]]:
 def _link(link: Reached) -> str:
     microbatch = "" if link.microbatch is None else f", micro-batch {link.microbatch}"
     call = f", call {link.call}" if link.call else ""
-    where = f"{link.boundary} {link.role} {link.slot}{call} ({link.phase}{microbatch})"
-    return where if link.distance is None else f"{where}: {_distance(link.distance)}"
+    name = f"{link.boundary} {link.role} {link.slot}{call} ({link.phase}{microbatch})"
+    return name if link.distance is None else f"{name}: {_distance(link.distance)}"
 
 
 _INPUTS = {
@@ -175,8 +162,7 @@ def _distance(distance: Distance) -> str:
 
 
 def _place(found: Divergence) -> str:
-    where = f"{found.boundary} {found.role} {found.slot}"
-    return f"{_when(found)}: {where} ({found.kind})"
+    return f"{when(found)}: {found.boundary} {found.role} {found.slot} ({found.kind})"
 
 
 def _event(event: EventRef) -> str:
