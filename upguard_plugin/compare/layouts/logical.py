@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from upguard_plugin.compare.layouts.merge import (
 from upguard_plugin.compare.layouts.parts import Floats
 from upguard_plugin.compare.layouts.taint import Taint
 from upguard_plugin.compare.layouts.units import Units
-from upguard_plugin.compare.run import Manifest, Run
+from upguard_plugin.compare.run import Run, RunView
 from upguard_plugin.records import EventKey, Layout
 from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
 
@@ -153,25 +152,20 @@ class LogicalPair:
         return number
 
 
-class LogicalRun:
-    """One of the two, as `compare.run.Run`."""
+class LogicalRun(RunView):
+    """One of the two, as a run of one rank."""
 
     def __init__(self, pair: LogicalPair, side: int, run: Run) -> None:
-        self._pair, self._side, self._run = pair, side, run
-        self.ranks = self.listed_ranks = (LOGICAL_RANK,)
-        self.missing_ranks = run.missing_ranks
+        super().__init__(run)
+        self._pair, self._side = pair, side
 
     @property
-    def path(self) -> Path:
-        return self._run.path
+    def ranks(self) -> tuple[int, ...]:
+        return (LOGICAL_RANK,)
 
     @property
-    def manifest(self) -> Manifest:
-        return self._run.manifest
-
-    @property
-    def attempts(self) -> tuple[Path, ...]:
-        return self._run.attempts
+    def listed_ranks(self) -> tuple[int, ...]:
+        return self.ranks
 
     def has_trace(self, rank: int) -> bool:
         return rank == LOGICAL_RANK
