@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upguard_plugin.invariants.buffers import InputsUnchanged
+from upguard_plugin.invariants.buffers import InputsUnchanged, OutputsAwaited
 from upguard_plugin.invariants.checkpoints import SavedIsLoaded
 from upguard_plugin.invariants.conservation import AloneUnchanged, DataConserved, SumsConserved
 from upguard_plugin.invariants.copies import MastersRound, TiedAgree
@@ -33,6 +33,7 @@ def every_invariant() -> list[Invariant]:
         SumsConserved(),
         AloneUnchanged(),
         InputsUnchanged(),
+        OutputsAwaited(),
         RecomputeRepeats(),
         ConsumedAsProduced(),
         WeightsInUse(),
