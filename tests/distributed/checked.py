@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import upguard_plugin
 
 STEPS = 3
+STATE = ("param", "grad", "optimizer_state")
 
 
 def network() -> nn.Sequential:
@@ -397,3 +398,25 @@ def unreduced_amax(folder: str, fault: bool) -> None:
             dist.all_reduce(amax, dist.ReduceOp.MAX)
         guard.observe("qkv.input_amax", amax, role="buffer", placement="")
         guard.step()
+
+
+def marked_as_cut(folder: str, dtype: torch.dtype, fault: bool) -> None:
+    """Weights are declared as cut over tp; with the fault each rank holds the same whole one.
+
+    The weight of the norm begins as ones, the frozen scale stays a constant: parts all the same.
+    """
+    rank = dist.get_rank()
+    torch.manual_seed(0 if fault else rank)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.RMSNorm(16)).to(dtype)
+    model.scale = nn.Parameter(torch.full((16,), 0.02, dtype=dtype), requires_grad=False)
+    data = torch.Generator().manual_seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    rules = {"0.weight": "o[tp] i", "1.weight": "o[tp]", "scale": "o[tp]"}
+    rules = {name: dict.fromkeys(STATE, rule) for name, rule in rules.items()}
+    with recording(model, optimizer, folder, {"tp": 2}, sketch=True, placements=rules) as guard:
+        for _ in range(STEPS):
+            x = torch.randn(4, 8, generator=data).to(dtype)
+            (model(x) * model.scale).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            guard.step()

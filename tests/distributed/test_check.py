@@ -181,3 +181,21 @@ def test_a_public_bug_is_named_exactly_and_its_twin_is_silent(
     assert fields(check(tmp_path / "faulty")["broken"][0]) == answer
     twin = check(tmp_path / "twin")
     assert twin["broken"] == [] and twin["checked"][answer[0]] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_weight_that_is_declared_as_cut_is_a_suspect(
+    two_ranks: Ranks, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    two_ranks.run(checked.marked_as_cut, str(tmp_path / "wrong"), dtype, True)
+    two_ranks.run(checked.marked_as_cut, str(tmp_path / "right"), dtype, False)
+
+    wrong, right = check(tmp_path / "wrong"), check(tmp_path / "right")
+
+    marked = [
+        [one["boundary"] for one in report["suspects"] if one["invariant"] == "parts-differ"]
+        for report in (wrong, right)
+    ]
+    assert marked == [["0.weight", "1.weight"], []]
+    assert wrong["broken"] == right["broken"] == []
+    assert right["checked"]["parts-differ"] == 2
