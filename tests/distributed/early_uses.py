@@ -15,6 +15,7 @@ import checked
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from memory_trace import store
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
@@ -25,15 +26,15 @@ class Meeting:
     """Rank 1 comes to a collective when rank 0 lets it."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._store = name, dist.distributed_c10d._get_default_store()
+        self._name = name
 
     def come(self) -> None:
         if dist.get_rank() == 1:
-            self._store.wait([self._name])
+            store().wait([self._name])
 
     def let_come(self) -> None:
         if dist.get_rank() == 0:
-            self._store.set(self._name, "yes")
+            store().set(self._name, "yes")
 
 
 @contextmanager
