@@ -67,10 +67,11 @@ def train(kind: str, folder: str, level: str = "module", fault: str = "") -> Non
             guard.step()
 
 
-def checkpointed(kind: str, folder: str, fault: bool) -> None:
+def checkpointed(kind: str, folder: str, fault: bool, in_background: bool = False) -> None:
     """A step, a save of torch.distributed.checkpoint, a step, its load, a step.
 
-    With the fault rank 1 reads one bit of the first weight wrong.
+    With the fault rank 1 reads one bit of the first weight wrong. in_background: the save goes on
+    while the training does, in a group of its own.
     """
     model, layout = wrapped(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -85,10 +86,15 @@ def checkpointed(kind: str, folder: str, fault: bool) -> None:
     with recording(model, optimizer, folder, layout) as guard, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step(guard)
-        dcp.save(
-            dict(zip("mo", get_state_dict(model, optimizer), strict=True)), checkpoint_id=saved
-        )
+        state = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
+        if in_background:
+            group = dist.new_group(backend="gloo")
+            saving = dcp.async_save(state, checkpoint_id=saved, process_group=group)
+        else:
+            dcp.save(state, checkpoint_id=saved)
         step(guard)
+        if in_background:
+            saving.result()
         found = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
         with misread(fault and dist.get_rank() == 1):
             dcp.load(found, checkpoint_id=saved)

@@ -102,12 +102,13 @@ def test_a_gathered_weight_that_its_shards_do_not_make_is_found(
     assert clean["broken"] == [] and clean["checked"]["gathered-as-kept"] == 6 * 2 * checked.STEPS
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_distributed_checkpoint_that_is_read_wrong_is_found(
-    two_ranks: Ranks, tmp_path: Path, kind: str
+    two_ranks: Ranks, tmp_path: Path, kind: str, in_background: bool
 ) -> None:
-    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "wrong"), True)
-    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "right"), False)
+    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "wrong"), True, in_background)
+    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "right"), False, in_background)
 
     first, clean = check(tmp_path / "wrong")["broken"][0], check(tmp_path / "right")
 

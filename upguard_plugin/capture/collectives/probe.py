@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
@@ -136,6 +137,8 @@ class CollectiveProbe:
     @shielded
     def _before(self, name: str, group: ProcessGroup, args: Sequence[Any]) -> Launch | None:
         """Number the call, and record its inputs if the step is recorded."""
+        if get_ident() in self.recorder.threads_aside:
+            return None
         member = self.groups.member(group)
         what = plan(name, args, member)
         wire = self._number(what, member)
