@@ -16,20 +16,27 @@ from tests.cases.case import first_is, seed_all, verdict_of
 from tests.cases.recordings import Recordings
 from tests.tx.mesh import AXES, Mesh
 from tests.tx.training import Batch, Fault, train
+from tests.tx.zero import FlatSlice
 
 Sizes = Mapping[str, Any]
 
 ONE: Sizes = {}
 TP2, SP2, DP2, PP2 = {"tp": 2}, {"tp": 2, "sp": True}, {"dp": 2}, {"pp": 2}
-CP2, EP2 = {"cp": 2, "zigzag": True}, {"dp": 2, "ep": True}
+CP2, EP2 = {"cp": 2, "zigzag": True}, {"dp": 2, "ep": 2}
+TP2_DP2 = {"tp": 2, "dp": 2}
 TP2_PP2, SP2_DP2 = {"tp": 2, "pp": 2}, {"tp": 2, "sp": True, "dp": 2}
-TP2_EP2, CP2_PP2 = {"tp": 2, "dp": 2, "ep": True}, {"cp": 2, "zigzag": True, "pp": 2}
+ETP2, ETP4 = {"dp": 2, "etp": 2}, {"tp": 2, "dp": 2, "etp": 4}  # experts cut, nothing else; wider
+TP2_ETP1 = {"tp": 2, "sp": True, "etp": 1}  # whole experts, each rank with its part of the sequence
+TP2_ETP1_EP2 = {"tp": 2, "etp": 1, "ep": 2}
+SP2_DP2_EP2 = {"tp": 2, "sp": True, "dp": 2, "etp": 1, "ep": 2}
+TP2_EP2, CP2_PP2 = {"tp": 2, "dp": 2, "ep": 2}, {"cp": 2, "zigzag": True, "pp": 2}
 
 # Why events of a pair may be left out; anything else is a hole in the coverage.
 OF_A_LAYOUT = {
     "collectives and operators are those of a layout",
     "random states are those of a layout",
     "partial sums over tp, recorded without sketches",
+    "partial sums over etp, recorded without sketches",
     "gradients that the ranks have not summed yet",
     "gradients are added up over other micro-batches on each rank",
     "the runs put the same samples into other micro-batches",
@@ -121,7 +128,17 @@ def check_reasons(reasons: Mapping[str, str]) -> None:
     assert reasons.get(UNKNOWN, "pos (grad_output)") == "pos (grad_output)"
 
 
-MOE_PAIRS = [(ONE, 1, EP2, 1, 1550), (ONE, 1, TP2_EP2, 1, 1400), (TP2, 1, EP2, 1, 1400)]
+MOE_PAIRS = [
+    (ONE, 1, EP2, 1, 1550),
+    (ONE, 1, TP2_EP2, 1, 1400),
+    (TP2, 1, EP2, 1, 1400),
+    (ONE, 1, ETP2, 1, 1400),
+    (ONE, 1, ETP4, 1, 1400),
+    (ONE, 1, TP2_ETP1, 1, 1400),
+    (ONE, 1, TP2_ETP1_EP2, 1, 1400),
+    (ONE, 1, SP2_DP2_EP2, 1, 1400),
+    (ETP2, 1, TP2_ETP1, 1, 1400),
+]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +154,24 @@ def test_experts_on_one_rank_and_on_two_agree(recorded, baseline, theirs, target
         assert verdict["verdict"] == "identical", verdict["first_divergence"]
         assert verdict["coverage"]["compared"] >= num_events
         check_reasons(reasons_of(verdict))
+
+
+ZERO_PAIRS = [("weights", DP2, 1, 1300), ("masters", DP2, 2, 1300), ("weights", TP2_DP2, 1, 1100)]
+
+
+@pytest.mark.parametrize(("zero", "sizes", "microbatches", "num_events"), ZERO_PAIRS)
+def test_flat_slices_of_an_optimizer_make_up_the_whole(
+    recorded, zero, sizes, microbatches, num_events
+):
+    runs = recorded(), recorded(sizes, zero=zero, microbatches=microbatches)
+
+    for verdict in (exact_verdict(*runs), exact_verdict(*reversed(runs))):
+        assert verdict["verdict"] == "identical", verdict["first_divergence"]
+        assert verdict["coverage"]["compared"] >= num_events
+        reasons = reasons_of(verdict)
+        copies = reasons.pop("the layouts keep other copies of weights and gradients", None)
+        assert (copies is not None) == (zero == "masters")
+        check_reasons(reasons)
 
 
 def returns_unreduced(name: str) -> Fault:
@@ -196,7 +231,22 @@ def feeds_the_last_stage_twice(model: nn.Module, mesh: Mesh) -> None:
     model.forward = stale
 
 
+def keeps_its_own_gradient(flat: FlatSlice) -> None:
+    """Rank 1 does not get the sum."""
+    if flat.mesh.index("dp") == 1:
+        flat.own.grad.copy_(flat.padded(lambda p: p.grad).chunk(2)[1])
+
+
+def shifts_its_slice(flat: FlatSlice) -> None:
+    if flat.mesh.index("dp") == 1:
+        flat.own.data.copy_(flat.own.data.roll(1))
+
+
 FAULTS = {
+    "expert unreduced": returns_unreduced("blocks.1.moe.experts.0.leave"),
+    "expert gradients left out": Fault(summed=lambda name: ".experts." not in name),
+    "slice of a gradient": Fault(slices=keeps_its_own_gradient),
+    "slice of the weights": Fault(gathered=shifts_its_slice),
     "unreduced": returns_unreduced("blocks.1.mlp.leave"),
     "unreduced in stage 0": returns_unreduced("blocks.0.attn.leave"),
     "swapped": Fault(model=swaps_weights),
@@ -247,6 +297,26 @@ PLANTED: list[tuple[str, Sizes, dict[str, Any], dict[str, Any]]] = [
         "expert gradients doubled", EP2, {"moe": True},
         {"phase": "grad_sync", "boundary": "blocks.0.moe.experts.0.w1.weight", "role": "grad",
          "kind": "collective", "ranks": [0]},
+    ),
+    (
+        "expert unreduced", ETP2, {"moe": True},
+        {"phase": "forward", "boundary": "blocks.1.moe.experts.0.leave", "role": "output",
+         "ranks": [0, 1], "kind": "forward"},
+    ),
+    (
+        "expert gradients left out", TP2_ETP1, {"moe": True},
+        {"phase": "grad_sync", "boundary": "blocks.0.moe.experts.0.w1.weight", "role": "grad",
+         "kind": "collective", "ranks": [0, 1]},
+    ),
+    (
+        "slice of a gradient", DP2, {"zero": "weights"},
+        {"phase": "grad_sync", "boundary": "blocks.0.mlp.fc2.weight", "role": "grad",
+         "kind": "collective", "ranks": [0, 1]},
+    ),
+    (
+        "slice of the weights", DP2, {"zero": "weights"},
+        {"phase": "optimizer", "boundary": "blocks.0.mlp.fc2.weight", "role": "param",
+         "kind": "optimizer", "ranks": [0, 1]},
     ),
     (
         "stale activations", PP2, {"microbatches": 2},

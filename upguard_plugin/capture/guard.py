@@ -35,6 +35,7 @@ from upguard_plugin.capture.probe import Probe
 from upguard_plugin.capture.recorder import Recorder
 from upguard_plugin.capture.run import find_rank, first_recorded_rank, open_run, say, say_size
 from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.slices import FlatTensors
 from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig, load_config
 from upguard_plugin.errors import ConfigError
@@ -122,6 +123,8 @@ class Guard:
         self.names = names
         self.probes: list[Probe] = []
         self.placements = placements
+        self.placements.parameters = names.parameters
+        self._flat_tensors = FlatTensors(names, placements)
         self.states = StateProbe(self)
         self.batches = DataProbe(self)
         # Adapters say there what they know of formats.
@@ -265,6 +268,18 @@ class Guard:
             placement=placement, call=call, value=_number_in(tensor) if is_number else None,
         )  # fmt: skip
 
+    def slices(
+        self, flat: torch.Tensor, elements: Mapping[str, tuple[int, int]], *, axis: str = "dp"
+    ) -> None:
+        """Say which elements of the parameters a flat tensor of an optimizer holds on this rank.
+
+        flat: one dim; the elements lie in it one after the other, padding behind them. elements:
+        by parameter, (start, end) in the flattened parameter. axis: its ranks hold the others.
+        Say it before the first step. Raises ConfigError for what the models and `flat` do not have.
+        """
+        self._flat_tensors.add(flat, elements, axis)
+        self.states.optimizers.fragments_of = self._flat_tensors.fragments_of
+
     def close(self) -> None:
         """Take every hook out and end the trace. An unfinished step is not part of it."""
         if self._closed or os.getpid() != self._pid:  # a forked child has no part in the trace
@@ -309,7 +324,7 @@ class IdleGuard(Guard):
         """Does nothing."""
 
     attach = begin_step_if_needed = step = microbatch = data = scalar = observe = _nothing  # type: ignore[assignment]
-    placement = close = __exit__ = _nothing  # type: ignore[assignment]
+    slices = placement = close = __exit__ = _nothing  # type: ignore[assignment]
 
 
 def _tell(recorder: Recorder, broken: Sequence[str]) -> None:

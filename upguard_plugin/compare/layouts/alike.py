@@ -42,7 +42,8 @@ def not_alike(
     if _is_scaled(baseline, target, *counts):
         lost |= {name: _OTHER_SCALE for name in names if name[0][0] in ("loss", "backward")}
     of_units = (n for n in names if n[1] in units.joined and not is_of_a_sample(*n[0][2:4]))
-    lost |= {n: OTHER_GROUPS for n in of_units if not _is_one_tensor(n, baseline, target)}
+    unlike = (n for n in of_units if not _is_one_tensor(n, baseline, target))
+    lost |= {name: OTHER_GROUPS for name in unlike if name not in lost}
     rounded = (n for n in baseline.keys() & target.keys() if _is_rounded(baseline[n], target[n]))
     return lost | dict.fromkeys(rounded, ROUNDED)
 

@@ -179,8 +179,8 @@ def _unplaced(parts: Sequence[Part], layouts: Mapping[int, Layout]) -> Value:
     if len(parts) == 1 and _is_whole(layouts[parts[0].rank]):
         return parts[0].value
     is_setting = not key.shape or _TENSOR.match(key.dtype) is None  # a number, a word, None
-    if (key.role in _SAID_BY_EVERY_RANK or is_setting) and len(shapes) == 1:
-        if len(values) == 1:
+    if is_setting or (key.role in _SAID_BY_EVERY_RANK and len(shapes) == 1):
+        if len(values) == len(shapes) == 1:
             return parts[0].value
         raise PlacementError(
             "ranks hold other values, and no placement says how they belong together"

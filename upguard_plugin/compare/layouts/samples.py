@@ -46,13 +46,27 @@ def check_is_whole(
     """Raises PlacementError unless the tensor is that of all samples of a unit, in order."""
     several = len({place_of(part, layouts) for part in parts}) > 1
     placements = [part.key.placement for part in parts]
-    cut = all(placement is not None and "dp" in placement.sharded for placement in placements)
+    axes = {"dp", "edp"} if several else {"dp"}  # ranks of edp may also have parts of one sample
+    cut = all(p is not None and not axes.isdisjoint(p.sharded) for p in placements)
+    several = several and (cut or not _is_of_all_places(parts, layouts))
     if not joined and not cut:
         return
     # Of a batch, its samples tell more: the ranks that have an other one.
     is_batch = several and parts[0].key.role == "data"
     if not in_line or several != cut or is_batch:
         raise PlacementError(OTHER_GROUPS)
+
+
+def _is_of_all_places(parts: Sequence[Part], layouts: Mapping[int, Layout]) -> bool:
+    """Whether the tensor has the tokens of all ranks, which hold parts of it or replicas.
+
+    So it is with experts that are cut over ranks with samples of their own. Ranks of `edp` have
+    tokens of their own.
+    """
+    axes = {layouts[part.rank].axis("edp", "expert") for part in parts}
+    places = {0 if axis is None else axis.index for axis in axes}
+    placements = [part.key.placement for part in parts]
+    return len(places) == 1 and all(p is not None and p.mesh == "expert" for p in placements)
 
 
 def check_is_summed(parts: Sequence[Part]) -> None:
