@@ -44,12 +44,12 @@ def train(folder, elements=ELEMENTS, **how):
 
 
 def recorded(folder):
-    """(role, slot) and spec, logical shape and places of each event of the weight, in step 1."""
+    """The keys of the weight's events in step 1, gradients as the optimizer uses them."""
     batch = open_trace(folder).read(0, 1)
     return {
         (key.role, key.slot): key
         for key in batch.keys
-        if key.boundary == "weight" and key.phase != "accumulate"
+        if key.boundary == "weight" and (key.role != "grad" or key.phase == "clip")
     }
 
 
