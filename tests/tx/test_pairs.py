@@ -42,7 +42,7 @@ OF_A_LAYOUT = {
     "the runs put the same samples into other micro-batches",
     "ranks hold other values, and no placement says how they belong together",  # group sizes
 }
-UNKNOWN = "no placement is known"
+UNKNOWN = "no placement is known (a rule for --place or for enable says it)"
 
 
 def record(output: str, sizes: Sizes, fault: str, how: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from upguard_plugin.compare.ignoring import read_ignore_rules
 from upguard_plugin.compare.pieces import Progress
+from upguard_plugin.compare.placing import PlacedRun, read_place_rules
 from upguard_plugin.compare.renaming import RenamedRun, read_rename_rules
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.runs import compare_runs
@@ -48,6 +49,7 @@ class Comparison:
     noise: tuple[Path, ...] = ()
     ignore: Path | None = None
     renames: Path | None = None
+    places: Path | None = None
 
     def verdict(self, team: Team, progress: Progress = lambda done, total: None) -> Verdict:
         """The answer, the same on every process of the team. Raises what `compare_runs` raises."""
@@ -72,8 +74,15 @@ class Comparison:
         target: Run = open_trace(self.target, key_tables)
         if self.renames is not None:
             target = RenamedRun(target, read_rename_rules(self.renames))
-        noise = tuple(open_trace(path, key_tables) for path in self.noise)
-        return _Opened(open_trace(self.baseline, key_tables), target, noise, selection)
+        runs = [open_trace(path, key_tables) for path in (self.baseline, *self.noise)]
+        baseline, target, *noise = self._placed([runs[0], target, *runs[1:]])
+        return _Opened(baseline, target, tuple(noise), selection)
+
+    def _placed(self, runs: Sequence[Run]) -> Sequence[Run]:
+        if self.places is None:
+            return runs
+        rules = read_place_rules(self.places)
+        return [PlacedRun(run, rules) for run in runs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,16 @@ from upguard_plugin.compare.layouts.merge import LogicalEvent, Name, num_microba
 from upguard_plugin.compare.layouts.samples import OTHER_GROUPS, is_of_a_sample
 from upguard_plugin.compare.layouts.shares import ROUNDED, is_rounding
 from upguard_plugin.compare.layouts.units import Units
+from upguard_plugin.compare.placing import PART
 
 _OTHER_SHARES = "gradients are added up over other micro-batches on each rank"
 _OTHER_SCALE = "each run divides the loss of a micro-batch by its own number of micro-batches"
 _OTHER_COPIES = "the layouts keep other copies of weights and gradients"
 _OTHER_OPTIMIZERS = "the layouts divide the parameters into other optimizers"
+_OTHER_PARTS = (
+    "a part that was placed afterwards is compared with equal parts only: record both runs with "
+    "the placement"
+)
 _OTHER_DIMS = "the layouts hold the dims in another order"
 
 _OF_OPTIMIZER = re.compile(r"optimizer\d*\.")
@@ -68,6 +73,7 @@ def _one_sided(mine: Events, other: Events, left_out: Mapping[Name, str]) -> Ite
     reasons = {name[0]: reason for name, reason in left_out.items()}
     calls = {name[0][1]: reason for name, reason in left_out.items()}
     gradients = {name[0][1] for name in other if _is_summed_gradient(name)}
+    parts = {(*name[0][:3], PART.sub("", name[0][3])) for name in other if PART.search(name[0][3])}
     for name in mine.keys() - other.keys():
         _, boundary, role, slot, _ = name[0]
         is_gradient = _is_summed_gradient(name) and boundary in gradients
@@ -77,6 +83,8 @@ def _one_sided(mine: Events, other: Events, left_out: Mapping[Name, str]) -> Ite
             yield name, calls[boundary]
         elif role == "master" or (role, slot) == ("param", "tied") or is_gradient:
             yield name, _OTHER_COPIES
+        elif PART.search(slot) or name[0][:4] in parts:
+            yield name, _OTHER_PARTS
         elif role == "scalar" and _OF_OPTIMIZER.match(boundary):
             yield name, _OTHER_OPTIMIZERS
 

@@ -185,7 +185,7 @@ def _unplaced(parts: Sequence[Part], layouts: Mapping[int, Layout]) -> Value:
         raise PlacementError(
             "ranks hold other values, and no placement says how they belong together"
         )
-    raise PlacementError("no placement is known")
+    raise PlacementError("no placement is known (a rule for --place or for enable says it)")
 
 
 def _is_whole(layout: Layout) -> bool:
