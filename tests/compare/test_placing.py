@@ -20,7 +20,7 @@ forward   0  output  router/out         y    [4,2]
 forward   0  output  fc/out             z    [4,6]
 """
 PART_STEP = edited(ONE_STEP, ("[4,6]", "[4,3]"))
-UNKNOWN = "no placement is known"
+UNKNOWN = "no placement is known (a rule for --place or for enable says it)"
 
 
 def ranks_of(*texts: str, tp: int = 1, cp: int = 1, sketches=None, name="run") -> MemoryRun:

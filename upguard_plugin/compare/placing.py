@@ -78,7 +78,7 @@ class PlacedRun(RunView):
     def __init__(self, run: Run, rules: Sequence[PlaceRule]) -> None:
         super().__init__(run)
         self._rules = tuple(rules)
-        # By identity of the table of keys, which grows, and by rank: its place in the layout counts.
+        # By identity of the table of keys, which grows, and by rank: its place in the layout tells.
         self._tables: dict[tuple[int, int], tuple[Sequence[EventKey], list[EventKey]]] = {}
 
     def read(self, rank: int, step: int, *, verify: bool = False) -> EventBatch:
