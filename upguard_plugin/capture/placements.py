@@ -131,20 +131,18 @@ class Placements:
         self._slices[name] = cut
         self._found.clear()
 
-    def resolve(
-        self,
-        spec: str,
-        boundary: str,
-        shape: torch.Size,
-        whole_shape: tuple[int, ...] | None = None,
-    ) -> Placement:
+    def resolve(self, spec: str, boundary: str, shape: torch.Size) -> Placement:
         """A spec that was given with the tensor. Raises PlacementError if it does not fit.
 
-        whole_shape: of what is flattened by a `|`; else that of the parameter of that name.
+        What a `|` flattens has the shape of the parameter of that name, if there is one.
         """
-        parameter = self.parameters.get(boundary)
-        if whole_shape is None and "|" in spec and parameter is not None:
-            whole_shape = tuple(parameter.shape)
+        parameter = self.parameters.get(boundary) if "|" in spec else None
+        whole_shape = None if parameter is None else tuple(parameter.shape)
+        return self._fitted(spec, boundary, shape, whole_shape)
+
+    def _fitted(
+        self, spec: str, boundary: str, shape: torch.Size, whole_shape: tuple[int, ...] | None
+    ) -> Placement:
         try:
             return resolve_placement(spec, tuple(shape), self._layout, whole_shape=whole_shape)
         except PlacementError as error:
@@ -171,7 +169,7 @@ class Placements:
             return None  # which part of the whole parameter this rank's is, nobody has said
         view, at, mesh = ("*" if spec is None else spec).partition("@")
         flat = f"{view.strip()} | flat[{cut.axis}@{cut.start}:{cut.end}] {at}{mesh}".strip()
-        return self.resolve(flat, boundary, shape, cut.whole_shape)
+        return self._fitted(flat, boundary, shape, cut.whole_shape)
 
     def _spec(self, boundary: str, role: str, slot: str) -> str | None:
         rule = self._rules.get(boundary)
