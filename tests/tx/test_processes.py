@@ -27,7 +27,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("ours", "theirs", "fault", "how"), PAIRS)
-def test_every_number_of_processes_gives_the_same_answer(recorded, ours, theirs, fault, how):  # noqa: F811
+def test_every_number_of_processes_gives_the_same_answer(recorded, ours, theirs, fault, how):
     baseline = open_trace(recorded(ours, **how))
     target = open_trace(recorded(theirs, fault, **how))
 
