@@ -17,6 +17,8 @@ from tests.cases.recordings import Recordings
 from tests.tx.mesh import AXES, Mesh
 from tests.tx.training import Batch, Fault, train
 from tests.tx.zero import FlatSlice
+from upguard_plugin.report.text import verdict_text
+from upguard_plugin.verdict import Verdict
 
 Sizes = Mapping[str, Any]
 
@@ -46,9 +48,11 @@ UNKNOWN = "no placement is known (a rule for --place or for enable says it)"
 
 
 def record(output: str, sizes: Sizes, fault: str, how: Mapping[str, Any]) -> None:
-    """Train on this rank."""
+    """Train on this rank. how: `sketch`, and what `train` takes."""
     seed_all()
-    config = {"output_dir": output, "samples": True, "program": fault or "clean"}
+    sketch = {"sketch": how.get("sketch", False)}
+    config = {"output_dir": output, "samples": True, "program": fault or "clean", **sketch}
+    how = {name: value for name, value in how.items() if name != "sketch"}
     train(config, Mesh(**sizes), fault=FAULTS[fault] if fault else None, **how)
 
 
@@ -174,6 +178,34 @@ def test_flat_slices_of_an_optimizer_make_up_the_whole(
         check_reasons(reasons)
 
 
+def test_partial_sums_are_equal_to_a_sum_by_their_sketches(recorded):
+    runs = recorded(sketch=True), recorded(SP2_DP2, sketch=True)
+
+    for verdict in (exact_verdict(*runs), exact_verdict(*reversed(runs))):
+        assert verdict["verdict"] == "identical", verdict["first_divergence"]
+        assert verdict["coverage"]["compared"] >= 1350
+        assert not any("partial sums" in reason for reason in reasons_of(verdict))
+        assert (verdict["tainted"], verdict["coverage"]["tainted"]) == (None, 0)
+
+
+def test_what_is_left_out_has_its_distance_where_sketches_tell(recorded):
+    verdict = exact_verdict(recorded(sketch=True), recorded(SP2_DP2, sketch=True))
+
+    left_out = {found["reason"]: found for found in verdict["left_out"]}
+    grouped = left_out["the runs put the same samples into other micro-batches"]
+    distances = {(b["boundary"], b["role"]): b["largest_in_eps"] for b in grouped["boundaries"]}
+    assert distances["tokens", "data"] is None  # whole numbers have no sketch
+    assert distances["pos", "output"] == distances["weights", "data"] == 0
+    assert distances["head.weight", "grad"] == 0  # what both ranks have adds up to the whole
+    assert (
+        sum(found["events"] for found in left_out.values())
+        == (verdict["coverage"]["not_comparable"])
+    )
+    text = verdict_text(Verdict.model_validate(verdict), verbose=True)
+    assert "             head.weight (grad): 0 epsilons apart (estimated)\n" in text
+    assert any("pos (output, 0 epsilons apart)" in note for note in verdict["notes"])
+
+
 def returns_unreduced(name: str) -> Fault:
     """A tensor-parallel region keeps this rank's partial sum."""
 
@@ -231,6 +263,13 @@ def feeds_the_last_stage_twice(model: nn.Module, mesh: Mesh) -> None:
     model.forward = stale
 
 
+def doubles_its_share(model: nn.Module, mesh: Mesh) -> None:
+    """Rank 1's part of a row-parallel layer counts twice."""
+    if mesh.index("tp") == 1:
+        layer = model.blocks["1"].mlp.fc2
+        layer.forward = lambda x: 2 * nn.functional.linear(x, layer.weight)
+
+
 def keeps_its_own_gradient(flat: FlatSlice) -> None:
     """Rank 1 does not get the sum."""
     if flat.mesh.index("dp") == 1:
@@ -245,6 +284,7 @@ def shifts_its_slice(flat: FlatSlice) -> None:
 FAULTS = {
     "expert unreduced": returns_unreduced("blocks.1.moe.experts.0.leave"),
     "expert gradients left out": Fault(summed=lambda name: ".experts." not in name),
+    "share doubled": Fault(model=doubles_its_share),
     "slice of a gradient": Fault(slices=keeps_its_own_gradient),
     "slice of the weights": Fault(gathered=shifts_its_slice),
     "unreduced": returns_unreduced("blocks.1.mlp.leave"),
@@ -309,6 +349,11 @@ PLANTED: list[tuple[str, Sizes, dict[str, Any], dict[str, Any]]] = [
          "kind": "collective", "ranks": [0, 1]},
     ),
     (
+        "share doubled", TP2, {"sketch": True},
+        {"phase": "forward", "boundary": "blocks.1.mlp.fc2", "role": "output", "ranks": [0, 1],
+         "kind": "forward"},
+    ),
+    (
         "slice of a gradient", DP2, {"zero": "weights"},
         {"phase": "grad_sync", "boundary": "blocks.0.mlp.fc2.weight", "role": "grad",
          "kind": "collective", "ranks": [0, 1]},
@@ -331,7 +376,8 @@ PLANTED: list[tuple[str, Sizes, dict[str, Any], dict[str, Any]]] = [
 )
 def test_a_fault_of_a_layout_is_named_exactly(recorded, fault, sizes, how, answer):
     microbatches = how.get("microbatches", 1) if "pp" in sizes else 1
-    baseline = recorded(ONE, microbatches=microbatches, moe=how.get("moe", False))
+    sketch = {"sketch": True} if how.get("sketch") else {}
+    baseline = recorded(ONE, microbatches=microbatches, moe=how.get("moe", False), **sketch)
 
     verdict = exact_verdict(baseline, recorded(sizes, fault, **how))
 
