@@ -17,7 +17,7 @@ from upguard_plugin.compare.layouts.merge import LogicalEvent
 # Epsilons behind the first sum. Kernels of 16 bits add in 32 and round once, so that their results
 # stay nearer, in their own epsilons, than those of 32 bits, which round at every addition.
 _BASE = 256.0
-_BASE_OF_16_BITS = 4.0
+_BASE_OF_16_BITS = 2.0
 _EPSILON_OF_16_BITS = 2.0**-10  # of float16, the finer of the two
 _LARGEST = 3 / 8  # what is farther apart is no rounding, however deep
 
@@ -57,5 +57,8 @@ def bound(epsilon: float, depth: int, num_updates: int) -> float:
     depth: sums taken in another order that lie before it in its micro-batch.
     num_updates: of the weights since the region began.
     """
-    base = _BASE_OF_16_BITS if epsilon >= _EPSILON_OF_16_BITS else _BASE
-    return min(base * sqrt(depth) * (1 + num_updates) * epsilon, _LARGEST)
+    if epsilon >= _EPSILON_OF_16_BITS:  # weights that differ by less than a half are rounded alike
+        base, growth = _BASE_OF_16_BITS, sqrt(1 + num_updates)
+    else:
+        base, growth = _BASE, 1 + num_updates
+    return min(base * sqrt(depth) * growth * epsilon, _LARGEST)
