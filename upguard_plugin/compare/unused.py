@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_operator
-from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.pairing import Pairing
+from upguard_plugin.compare.sides import Side
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
