@@ -7,7 +7,7 @@ Logical fingerprints are drawn at random and cut into random parts that add up t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ from upguard_plugin.trace.batch import NONE, EventBatch
 from upguard_plugin.trace.writer import RankWriter
 
 DP = 8
-LAYER_EVENTS = 29
 NUM_LAYERS = 70
 SAMPLES = 4
 PRIME = np.uint64(FINGERPRINT_PRIME)
@@ -27,6 +26,9 @@ HIDDEN = 64
 
 WEIGHTS = {"norm.weight": "h", "fc1.weight": "o[tp] i", "fc2.weight": "o i[tp]"}
 MODULES = {"norm": ("b h", "b h"), "fc1": ("b h", "b o[tp]"), "fc2": ("b o[tp]", "b h")}
+ALL_REDUCE = EventKey(
+    "all_reduce[tp]", "forward", "output", "0", "bfloat16", (SAMPLES, HIDDEN), op="all_reduce sum"
+)
 STATES = (
     ("start", "param", "value"),
     ("grad_sync", "grad", "grad"),
@@ -91,66 +93,44 @@ def seen_in_a_step() -> list[Seen]:
 
 
 def states(layers: range, state: tuple[str, str, str]) -> list[Seen]:
-    phase, role, slot = state
     return [
-        Seen(
-            EventKey(f"layers.{layer}.{name}", phase, role, slot, "bfloat16", shape_of(spec)), spec
-        )
+        seen(f"layers.{layer}.{name}", state, spec)
         for layer in layers
         for name, spec in WEIGHTS.items()
     ]
 
 
 def calls(layer: int, phase: str, roles: tuple[str, str], modules: dict) -> list[Seen]:
+    """The modules of a layer; a row-parallel output is summed before it is seen."""
     made = []
     for name, specs in modules.items():
-        if phase == "backward":
-            specs = tuple(reversed(specs))
-        for role, spec in zip(roles, specs, strict=True):
-            if name == "fc2" and role == "output":
-                made.append(
-                    Seen(
-                        EventKey(
-                            "all_reduce[tp]",
-                            phase,
-                            role,
-                            "0",
-                            "bfloat16",
-                            (SAMPLES, HIDDEN),
-                            op="all_reduce sum",
-                        ),
-                        None,
-                    )
-                )
-            made.append(
-                Seen(
-                    EventKey(
-                        f"layers.{layer}.{name}", phase, role, "0", "bfloat16", shape_of(spec)
-                    ),
-                    spec,
-                )
-            )
+        for role, spec in zip(roles, specs if phase == "forward" else specs[::-1], strict=True):
+            if (name, role) == ("fc2", "output"):
+                made.append(Seen(ALL_REDUCE, None))
+            made.append(seen(f"layers.{layer}.{name}", (phase, role, "0"), spec))
     return made
+
+
+def seen(boundary: str, what: tuple[str, str, str], spec: str) -> Seen:
+    return Seen(EventKey(boundary, *what, "bfloat16", shape_of(spec)), spec)
 
 
 def shape_of(spec: str) -> tuple[int, ...]:
     return tuple(SAMPLES if dim == "b" else HIDDEN for dim in spec.split())
 
 
-def placed(seen: Seen, mesh: Mesh, rank: int) -> EventKey:
+def placed(one: Seen, mesh: Mesh, rank: int) -> EventKey:
     """The key as this rank has it, with its part's shape and placement."""
-    from dataclasses import replace
-
-    key, layout = seen.key, mesh.layout(rank)
+    key, layout = one.key, mesh.layout(rank)
     if key.op is not None:
         return replace(key, group=Group("tp", layout.axes[0].ranks))
-    if seen.spec is None:
+    if one.spec is None:
         return key
     shape = tuple(
         size // (mesh.tp if "tp" in dim else 1)
-        for size, dim in zip(key.shape, seen.spec.split(), strict=True)
+        for size, dim in zip(key.shape, one.spec.split(), strict=True)
     )
-    return replace(key, shape=shape, placement=resolve_placement(seen.spec, shape, layout))
+    return replace(key, shape=shape, placement=resolve_placement(one.spec, shape, layout))
 
 
 def write_layout_run(path: Path, num_events: int, tp: int, *, divergent: bool = False) -> None:
@@ -158,31 +138,31 @@ def write_layout_run(path: Path, num_events: int, tp: int, *, divergent: bool = 
 
     divergent: one bit of one activation, on the last rank and in the last step.
     """
-    mesh, seen = Mesh(tp), seen_in_a_step()
+    mesh, listed = Mesh(tp), seen_in_a_step()
     path = claimed(path, mesh.num_ranks)
-    num_steps = max(2, num_events // (len(seen) * mesh.num_ranks))
+    num_steps = max(2, num_events // (len(listed) * mesh.num_ranks))
     for rank in range(mesh.num_ranks):
-        keys = [placed(one, mesh, rank) for one in seen]
+        keys = [placed(one, mesh, rank) for one in listed]
         writer = RankWriter(path, rank, layout=mesh.layout(rank))
         for step in range(num_steps):
-            h = words(seen, step, mesh, rank)
+            h = words(listed, step, mesh, rank)
             if divergent and (rank, step) == (mesh.num_ranks - 1, num_steps - 1):
                 h[len(h) // 3] ^= np.uint64(1)
-            writer.write(batch(step, keys, seen, h))
+            writer.write(batch(step, keys, listed, h))
         writer.close("")
 
 
-def words(seen: list[Seen], step: int, mesh: Mesh, rank: int) -> np.ndarray:
+def words(listed: list[Seen], step: int, mesh: Mesh, rank: int) -> np.ndarray:
     """The fingerprints of a rank's parts: those of all tp ranks add up to the whole's."""
     dp, tp = divmod(rank, mesh.tp)
-    of_samples = np.array([one.of_samples for one in seen])
-    is_cut = np.array([one.is_cut for one in seen])
-    whole = np.where(of_samples, drawn(step, dp, len(seen)), drawn(step, DP, len(seen)))
+    of_samples = np.array([one.of_samples for one in listed])
+    is_cut = np.array([one.is_cut for one in listed])
+    whole = np.where(of_samples, drawn(step, dp, len(listed)), drawn(step, DP, len(listed)))
     # The last part is what the others leave; a replica is the whole.
     part = whole
     for index in range(mesh.tp - 1):
         share = np.where(
-            of_samples, drawn(step, dp, len(seen), index), drawn(step, DP, len(seen), index)
+            of_samples, drawn(step, dp, len(listed), index), drawn(step, DP, len(listed), index)
         )
         if index == tp:
             part = share
@@ -195,14 +175,14 @@ def drawn(*seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, FINGERPRINT_PRIME, seed[2], dtype=np.uint64)
 
 
-def batch(step: int, keys: list[EventKey], seen: list[Seen], h: np.ndarray) -> EventBatch:
+def batch(step: int, keys: list[EventKey], listed: list[Seen], h: np.ndarray) -> EventBatch:
     length = len(keys)
     return EventBatch(
         step=step,
         keys=keys,
         key=np.arange(length, dtype=np.int32),
         seq=step * length + np.arange(length),
-        microbatch=np.where([one.of_samples for one in seen], 0, NONE).astype(np.int32),
+        microbatch=np.where([one.of_samples for one in listed], 0, NONE).astype(np.int32),
         call=np.zeros(length, np.int32),
         h=h,
         s=np.zeros(length, np.uint64),

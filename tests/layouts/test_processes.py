@@ -69,6 +69,24 @@ def test_each_step_of_each_rank_is_read_once(size):
     assert (baseline.num_reads, target.num_reads) == (4 * 5, 4 * 5)
 
 
+class Verified(MemoryRun):
+    """Remembers whether it was read with its digests."""
+
+    def read(self, rank, step, *, verify=False):
+        self.__dict__.setdefault("verified", set()).add(verify)
+        return super().read(rank, step, verify=verify)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_digests_are_verified_on_every_process_that_is_told_to(verify):
+    made = split_run(Mesh(tp=2), 3)
+    target = Verified({r: list(b.values()) for r, b in made.batches.items()}, layouts=made._layouts)
+
+    together(2, split_run(Mesh(), 3), target, verify=verify)
+
+    assert target.verified == {verify}
+
+
 class Damaged(MemoryRun):
     """Step 2 of the last rank cannot be read."""
 

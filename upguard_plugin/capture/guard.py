@@ -220,7 +220,7 @@ class Guard:
         Say it before the first step. Raises ConfigError for what the models and `flat` do not have.
         """
         self._flat_tensors.add(flat, elements, axis)
-        self.states.optimizers.fragments_of = self._flat_tensors.fragments_of
+        self.states.optimizers.masters.fragments_of = self._flat_tensors.fragments_of
 
     def close(self) -> None:
         """Take every hook out and end the trace. An unfinished step is not part of it."""

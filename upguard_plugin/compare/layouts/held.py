@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.compare.layouts.holdings import Holding, Ints, Plan, RankRows, Seen
-from upguard_plugin.compare.layouts.units import Place
+from upguard_plugin.compare.layouts.units import Place, is_sample
 from upguard_plugin.trace.batch import NONE, EventBatch
 
 Words = npt.NDArray[np.uint64]
@@ -112,7 +112,7 @@ class WholePlan:
             holdings,
             left_out,
             frozenset(place for plan in plans for place in plan.places),
-            tuple((row, one) for row, one in enumerate(holdings) if one.key.role == "sample"),
+            tuple((row, one) for row, one in enumerate(holdings) if is_sample(one.key)),
         )
 
     def only(self, rows: Ints) -> WholePlan:

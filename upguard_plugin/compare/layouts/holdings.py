@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +37,8 @@ _GRADIENT_LOOKS = frozenset(("grad_sync", role) for role in GRADIENTS)
 _OF_WHOLE_STEP: Place = (0, NONE)
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a rank calls an event, and where."""
+class Seen(NamedTuple):
+    """What a rank calls an event, and where: made, hashed and sent once for each holding."""
 
     what: What
     place: Place  # data-parallel index and micro-batch; of a state, that of the whole step
@@ -156,6 +156,21 @@ class _Index:
     plan: Plan = field(default_factory=Plan)
     numbers: dict[Hashable, int] = field(default_factory=dict)  # of holdings
     forms: dict[Hashable, int] = field(default_factory=dict)
+    # Keys of a table share their placements, and hashing those takes long. The batches, which the
+    # plan is made of, keep them alive.
+    placements: dict[int, int] = field(default_factory=dict)
+
+    def form(self, placement: Placement | None) -> int:
+        """A number that placements share where they are of one part."""
+        number = self.placements.get(id(placement))
+        if number is None:
+            held: Hashable = placement
+            if placement is not None:
+                shape, pieces = placement.logical_shape, placement.pieces
+                held = (shape, pieces, placement.sharded, placement.partial)
+            number = self.forms.setdefault(held, len(self.forms))
+            self.placements[id(placement)] = number
+        return number
 
 
 class _Planner:
@@ -235,16 +250,13 @@ class _Planner:
         return known
 
     def _looked_up(self, key: EventKey) -> _KeyFacts:
-        placement = key.placement
-        summand = summand_of(placement, self._layout)
-        held, forms = None, self._index.forms
-        if placement is not None:
-            held = (placement.logical_shape, placement.pieces, placement.sharded, placement.partial)
+        summand = summand_of(key.placement, self._layout)
+        form = (key.dtype, key.shape, self._index.form(key.placement), *summand)
         return _KeyFacts(
             OF_A_LAYOUT if is_collective(key) or is_operator(key)
             else OF_RANDOM_STATES if key.role == "rng" else None,
             (key.phase, key.boundary, key.role, key.slot, key.moment),
             key.role in STATES and key.phase != "accumulate",
-            forms.setdefault((key.dtype, key.shape, held, *summand), len(forms)),
+            self._index.forms.setdefault(form, len(self._index.forms)),
             *summand,
         )  # fmt: skip

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
@@ -21,11 +20,12 @@ from upguard_plugin.compare.layouts.gathering import GatheredStep, Gathering, St
 from upguard_plugin.compare.layouts.held import Bools, WholePlan
 from upguard_plugin.compare.layouts.holdings import Ints
 from upguard_plugin.compare.layouts.left_out import LeftOut
-from upguard_plugin.compare.layouts.merge import LogicalEvent, LogicalStep, merge_step
+from upguard_plugin.compare.layouts.merge import LogicalStep, StepEvents, merge_step
 from upguard_plugin.compare.layouts.names import About, MergePlan, merge_plan
+from upguard_plugin.compare.layouts.sums import Sizes
 from upguard_plugin.compare.layouts.taint import Taint
 from upguard_plugin.compare.layouts.units import Units
-from upguard_plugin.compare.run import Manifest, Run
+from upguard_plugin.compare.run import Run, RunView
 from upguard_plugin.records import EventKey, Layout
 from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
 from upguard_plugin.trace.step_table import StepTable
@@ -34,21 +34,6 @@ LOGICAL_RANK = 0
 _Steps = tuple[int | None, int | None]  # of the baseline and the target; None: it has no such step
 _MAX_KEPT = 3  # pairs of steps: the divergent one and its neighbours
 _MAX_PLANS = 4  # structures that steps may take turns in
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepEvents(Sequence[LogicalEvent]):
-    """The events of a step that are compared, in order; each is made when it is asked for."""
-
-    merged: LogicalStep
-    rows: Ints  # of the merged step
-    batch: EventBatch
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> LogicalEvent:  # type: ignore[override]  # no slices
-        return self.merged.event(int(self.rows[row]))
 
 
 class LogicalPair:
@@ -61,7 +46,8 @@ class LogicalPair:
         self._gathering, self._numbers = gathering, (baseline, target)
         self._partners: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})
         self._behind: Mapping[int | None, int] = {}  # the step behind each of the baseline
-        self._sides = (_Side(0), _Side(1))
+        sums: dict[Sizes, int] = {}
+        self._sides = (_Side(0, sums), _Side(1, sums))
         self._units: Units | None = None  # of the last step
         self._chosen: OrderedDict[Hashable, Compared] = OrderedDict()
         self._events: OrderedDict[_Steps, tuple[StepEvents, StepEvents]] = OrderedDict()
@@ -158,18 +144,19 @@ class LogicalPair:
         rows = rows[np.lexsort((merged.seq[rows], *order.T[::-1]))]
         row = None if step is None else self.table(side).row_of(step)
         entry = None if row is None else self.table(side)[row]
-        return StepEvents(merged, rows, self._sides[side].batch(merged, rows, entry))
+        return self._sides[side].events(merged, rows, entry)
 
 
 class _Side:
     """What is kept of one run from step to step."""
 
-    def __init__(self, side: int) -> None:
-        self._side = side
+    def __init__(self, side: int, sums: dict[Sizes, int]) -> None:
+        """sums: numbers that mean the same on both sides."""
+        self._side, self._sums = side, sums
         self._plans: OrderedDict[Hashable, MergePlan] = OrderedDict()
         self._table: list[EventKey] = []
         self._numbers: dict[EventKey, int] = {}  # places in the table
-        self._columns: OrderedDict[MergePlan, Ints] = OrderedDict()
+        self._columns: dict[MergePlan, Ints] = {}
 
     def plan(self, whole: WholePlan, units: Units) -> MergePlan:
         """The plan for steps of one structure whose micro-batches belong together so."""
@@ -180,13 +167,13 @@ class _Side:
                 self._columns.pop(self._plans.popitem(last=False)[1], None)
         return self._plans[name]
 
-    def batch(self, merged: LogicalStep, rows: Ints, entry: StepEntry | None) -> EventBatch:
-        """These rows of a step as events of one rank."""
+    def events(self, merged: LogicalStep, rows: Ints, entry: StepEntry | None) -> StepEvents:
+        """These rows of a step as events of one rank, in this order."""
         sketch = None if merged.sketch is None else merged.sketch[rows]
         if sketch is not None and bool(np.isnan(sketch[:, 0]).all()):
             sketch = None
-        key, microbatch, call = self._columns_of(merged)[rows].T.astype(np.int32)
-        return EventBatch(
+        key, microbatch, call, sums = self._columns_of(merged)[rows].T.astype(np.int32)
+        batch = EventBatch(
             step=-1 if entry is None else entry.step,
             iteration=None if entry is None else entry.iteration,
             mark=None if entry is None else entry.mark,
@@ -200,14 +187,15 @@ class _Side:
             value=merged.number[rows],
             sketch=sketch,
         )
+        return StepEvents(merged, rows, batch, sums)
 
     def _columns_of(self, merged: LogicalStep) -> Ints:
-        """[events, 3]: key, unit and call."""
+        """[events, 4]: key, unit, call and the number of its sums."""
         plan = merged.plan
         if plan not in self._columns:
             self._columns[plan] = np.array(
                 [self._columns_in(about) for about in plan.abouts], np.int64
-            ).reshape(-1, 3)
+            ).reshape(-1, 4)
         columns = self._columns[plan]
         for share in plan.shares:
             if merged.abouts[share.event] is share.as_tensor:
@@ -215,32 +203,28 @@ class _Side:
                 columns[share.event] = self._columns_in(share.as_tensor)
         return columns
 
-    def _columns_in(self, about: About) -> tuple[int, int, int]:
+    def _columns_in(self, about: About) -> tuple[int, int, int, int]:
         number = self._numbers.setdefault(about.key, len(self._table))
         if number == len(self._table):
             self._table.append(about.key)
-        return number, about.name[1], about.name[2]
+        sums = self._sums.setdefault(about.sums, len(self._sums))
+        return number, about.name[1], about.name[2], sums
 
 
-class LogicalRun:
-    """One of the two, as `compare.run.Run`."""
+class LogicalRun(RunView):
+    """One of the two, as a run of one rank."""
 
     def __init__(self, pair: LogicalPair, side: int) -> None:
-        self._pair, self._side, self._run = pair, side, pair.run(side)
-        self.ranks = self.listed_ranks = (LOGICAL_RANK,)
-        self.missing_ranks = self._run.missing_ranks
+        super().__init__(pair.run(side))
+        self._pair, self._side = pair, side
 
     @property
-    def path(self) -> Path:
-        return self._run.path
+    def ranks(self) -> tuple[int, ...]:
+        return (LOGICAL_RANK,)
 
     @property
-    def manifest(self) -> Manifest:
-        return self._run.manifest
-
-    @property
-    def attempts(self) -> tuple[Path, ...]:
-        return self._run.attempts
+    def listed_ranks(self) -> tuple[int, ...]:
+        return self.ranks
 
     def has_trace(self, rank: int) -> bool:
         return rank == LOGICAL_RANK

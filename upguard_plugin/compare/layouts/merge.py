@@ -16,13 +16,21 @@ import numpy as np
 from upguard_plugin.compare.layouts.held import Bools, Floats, HeldStep, Values, Words
 from upguard_plugin.compare.layouts.holdings import Ints
 from upguard_plugin.compare.layouts.names import About, Groups, MergePlan, Name
-from upguard_plugin.compare.layouts.parts import Whole
 from upguard_plugin.compare.layouts.samples import NOT_SUMMED
 from upguard_plugin.compare.layouts.shares import fingerprint_of
 from upguard_plugin.compare.layouts.sums import Sizes
 from upguard_plugin.fingerprint.adding import add_groups, multiply
 from upguard_plugin.records import FINGERPRINT_PRIME, EventKey
-from upguard_plugin.trace.batch import NONE
+from upguard_plugin.trace.batch import NONE, EventBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What is known of a logical tensor beside its fingerprint."""
+
+    sketch: Floats | None
+    is_agreed: bool  # replicas are equal
+    num_nonfinite: int = NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,8 @@ class LogicalStep:
     abouts: list[About]  # the plan's, but for sums that have no number
     h: Words
     s: Words
-    number: Floats  # NaN for what is no scalar
+    number: Floats  # NaN for what has none
+    has_number: Bools  # a sum of shares may be NaN, and is a number
     nonfinite: Ints
     sketch: Floats | None  # [names, K]; a row of NaN where none was taken
     is_agreed: Bools  # replicas are equal
@@ -82,7 +91,7 @@ class LogicalStep:
         """The numbers of what was merged, by name."""
         return {
             self.abouts[row].name: Number(self.abouts[row], float(self.number[row]))
-            for row in np.flatnonzero(~np.isnan(self.number)).tolist()
+            for row in np.flatnonzero(self.has_number).tolist()
             if row not in self.left_out
         }
 
@@ -94,23 +103,37 @@ class LogicalStep:
 
     def structure(self) -> tuple[Hashable, ...]:
         """What `events` and `lost` depend on: steps that are equal in it have the same."""
-        numberless = tuple(s.event for s in self.plan.shares if np.isnan(self.number[s.event]))
+        numberless = tuple(s.event for s in self.plan.shares if not self.has_number[s.event])
         return self.plan, tuple(sorted(self.left_out.items())), numberless
 
     def event(self, row: int) -> LogicalEvent:
         """The event of a row."""
         about, number = self.abouts[row], float(self.number[row])
         sketch = None if self.sketch is None or np.isnan(self.sketch[row, 0]) else self.sketch[row]
-        value = int(self.h[row]), int(self.s[row])
-        whole = Whole(
-            about.key.shape, value, sketch, bool(self.is_agreed[row]), int(self.nonfinite[row])
-        )
-        return LogicalEvent(about, whole, None if np.isnan(number) else number)
+        whole = Whole(sketch, bool(self.is_agreed[row]), int(self.nonfinite[row]))
+        return LogicalEvent(about, whole, number if self.has_number[row] else None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepEvents(Sequence[LogicalEvent]):
+    """The events of a step that are compared, in order; each is made when it is asked for."""
+
+    merged: LogicalStep
+    rows: Ints  # of the merged step
+    batch: EventBatch
+    sums: Ints  # a number for the sums over ranks that went into each event
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> LogicalEvent:  # type: ignore[override]  # no slices
+        return self.merged.event(int(self.rows[row]))
 
 
 def merge_step(step: HeldStep, plan: MergePlan) -> LogicalStep:
     """Add up what is held, by the plan."""
     starts, lead = plan.starts, plan.pieces.lead
+    number = step.values.number[plan.first]
     h, s, is_agreed = _pieces(step, plan.pieces)
     sketch = None if step.sketch is None else np.add.reduceat(step.sketch[lead], starts, axis=0)
     merged = LogicalStep(
@@ -118,7 +141,8 @@ def merge_step(step: HeldStep, plan: MergePlan) -> LogicalStep:
         list(plan.abouts),
         add_groups(multiply(h, plan.factor), starts),
         np.add.reduceat(s * plan.factor, starts),
-        step.values.number[plan.first],
+        number,
+        ~np.isnan(number),
         np.add.reduceat(step.nonfinite[lead], starts),
         sketch,
         np.logical_and.reduceat(is_agreed, starts),
@@ -199,7 +223,7 @@ def _add_shares(merged: LogicalStep, step: HeldStep, plan: MergePlan) -> None:
     """Numbers that are sums of shares are complete, whatever their tensors are."""
     for share in plan.shares:
         event = share.event
-        if np.isnan(merged.number[event]):
+        if not merged.has_number[event]:
             merged.abouts[event] = share.as_tensor
             continue
         number = fsum(one for replicas in share.shares for one in _numbers_of(step, replicas))

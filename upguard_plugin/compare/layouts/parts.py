@@ -16,36 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-import numpy.typing as npt
-
 from upguard_plugin.compare.layouts.holdings import Holding
 from upguard_plugin.errors import PlacementError
 from upguard_plugin.placement import parse_placement
 from upguard_plugin.placement_cover import check_cover
 from upguard_plugin.records import EventKey, Piece, Placement
-from upguard_plugin.trace.batch import NONE
-
-Floats = npt.NDArray[np.float64]
-Value = tuple[int, int]  # h and s
 
 _SAID_BY_EVERY_RANK = ("scalar", "data", "sample")  # not split unless a placement says so
 _TENSOR = re.compile(r"b?float|complex|q?u?int|bool|bits")  # how the dtypes of tensors begin
 _SEVERAL = "the ranks' parts have several dtypes, or a placement is missing"
 _OTHER_VALUES = "ranks hold other values, and no placement says how they belong together"
 _UNKNOWN = "no placement is known (a rule for --place or for enable says it)"
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """The logical tensor."""
-
-    shape: tuple[int, ...]
-    value: Value
-    sketch: Floats | None
-    is_agreed: bool  # replicas are equal
-    num_nonfinite: int = NONE
-    dims: tuple[str, ...] = ()  # their names in the placement
 
 
 @dataclass(frozen=True, slots=True)

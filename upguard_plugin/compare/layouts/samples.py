@@ -10,17 +10,17 @@ import re
 from collections.abc import Sequence
 
 from upguard_plugin.compare.layouts.holdings import Holding, Seen
-from upguard_plugin.compare.layouts.units import SideUnits
+from upguard_plugin.compare.layouts.units import SideUnits, is_number
 
 OTHER_GROUPS = "the runs put the same samples into other micro-batches"
 NOT_SUMMED = "gradients that the ranks have not summed yet"
-_OF_A_SAMPLE = re.compile(r"(.*\[)(\d+)(\])$")  # a slot: "0[3]" is sample 3 of slot "0"
+_OF_A_SAMPLE = re.compile(r"(.*\[)([0-9]{1,9})(\])$")  # a slot: "0[3]" is sample 3 of slot "0"
 
 
 def slot_in_unit(seen: Seen, units: SideUnits) -> str:
     """The slot, with the number that a sample has in its unit."""
     _, _, role, slot, _ = seen.what
-    if role == "sample":
+    if role == "sample" and is_number(slot):
         return str(units.position(seen.place, int(slot)))
     if not slot.endswith("]"):
         return slot

@@ -40,6 +40,7 @@ class RankStages:
         num_stages = 1 if stage is None else stage.size
         num_chunks = chunks.size if chunks is not None and self._is_chunked else 1
         self._ends = (Place(0, 0), Place(num_chunks - 1, num_stages - 1))
+        self._here = Place(0, self._stage)  # without chunks
         self._chunk = 0
         self._first_calls: dict[tuple[str, int, int], int] = {}
 
@@ -47,9 +48,9 @@ class RankStages:
         """Place, boundary and call of an event, the latter two as in a whole model."""
         boundary = key.boundary
         if not self._is_chunked or microbatch < 0:
-            return Place(0, self._stage), boundary, call
+            return self._here, boundary, call
         if key.role in _BATCHES:
-            return Place(0, self._stage), boundary, 0  # each chunk is given it
+            return self._here, boundary, 0  # each chunk is given it
         chunk = _CHUNK.fullmatch(boundary)
         if chunk is not None:
             boundary = _ROOT

@@ -11,7 +11,7 @@ than bounds.py allows. Whatever differs before it, or by more, stays a divergenc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from upguard_plugin.compare.findings import pair_places
 from upguard_plugin.compare.layouts.bounds import Apart, apart, bound
-from upguard_plugin.compare.layouts.merge import LogicalEvent
+from upguard_plugin.compare.layouts.merge import LogicalEvent, StepEvents
 from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.fingerprint.sketch import EPSILON
 from upguard_plugin.trace.batch import NONE
@@ -35,7 +35,7 @@ _WEIGHTS = ("param", "master")
 _OF_PARAMETERS = (*_WEIGHTS, "grad", "main_grad", "optimizer_state")
 _MAX_LISTED = 3
 
-EventsOf = Callable[[int, int], Sequence[LogicalEvent]]  # side, step -> event of each row
+EventsOf = Callable[[int, int], StepEvents]  # side, step -> event of each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,9 @@ class Taint:
         first = not self._masks
         self._depth.clear()
         self._flows.clear()
+        if not first and not pairing.value_differs.any():
+            self._pass_equal(ours, theirs, pairing)
+            return rounding, unjudged
         for pair in np.argsort(pair_places(pairing), kind="stable").tolist():
             row = int(pairing.baseline_rows[pair])
             baseline, target = ours[row], theirs[int(pairing.target_rows[pair])]
@@ -126,6 +129,14 @@ class Taint:
             unjudged[pair], rounding[pair] = verdict is None, bool(verdict)
             self._has_parted |= verdict is False
         return rounding, unjudged
+
+    def _pass_equal(self, ours: StepEvents, theirs: StepEvents, pairing: Pairing) -> None:
+        """Keep how deep a step goes that is equal throughout."""
+        rows = pairing.baseline_rows
+        behind_sum = ours.sums[rows] != theirs.sums[pairing.target_rows]
+        microbatch = ours.batch.microbatch[rows][behind_sum]
+        _, depths = np.unique(microbatch[microbatch != NONE], return_counts=True)
+        self._deepest = max(self._deepest, *depths.tolist(), 0)
 
     def _pass_by(self, event: LogicalEvent, first: bool) -> None:
         """Keep what later events are measured by."""

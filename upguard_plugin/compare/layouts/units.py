@@ -136,6 +136,16 @@ def _is_in_line(places: Sequence[Place], side: SideUnits) -> bool:
     return one_microbatch and positions == list(range(len(positions)))
 
 
+def is_sample(key: EventKey) -> bool:
+    """Whether it is a sample with a number."""
+    return key.role == "sample" and is_number(key.slot)
+
+
+def is_number(slot: str) -> bool:
+    """Whether a slot is the number of a sample. A damaged trace may hold any text."""
+    return slot.isascii() and slot.isdecimal() and len(slot) < 10
+
+
 def samples_of(seen: Iterable[SampleSeen]) -> Held:
     """The samples of each place. Their parts on several ranks are added up.
 
@@ -157,7 +167,7 @@ def samples_of(seen: Iterable[SampleSeen]) -> Held:
 
 def samples_in(batch: EventBatch) -> Iterator[SampleSeen]:
     """The samples of one rank, as if it were the only one."""
-    wanted = [number for number, key in enumerate(batch.keys) if key.role == "sample"]
+    wanted = [number for number, key in enumerate(batch.keys) if is_sample(key)]
     for row in np.flatnonzero(np.isin(batch.key, wanted)).tolist():
         value = int(batch.h[row]), int(batch.s[row])
         yield SampleSeen(batch.key_of(row), (0, int(batch.microbatch[row])), value)
