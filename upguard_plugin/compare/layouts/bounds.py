@@ -18,6 +18,7 @@ from upguard_plugin.compare.layouts.merge import LogicalEvent
 # stay nearer, in their own epsilons, than those of 32 bits, which round at every addition.
 _BASE = 256.0
 _BASE_OF_16_BITS = 2.0
+_SUMS_OF_UPDATES = 4  # as many sums weights bring with them that rounded gradients have updated
 _EPSILON_OF_16_BITS = 2.0**-10  # of float16, the finer of the two
 _LARGEST = 3 / 8  # what is farther apart is no rounding, however deep
 
@@ -57,8 +58,9 @@ def bound(epsilon: float, depth: int, num_updates: int) -> float:
     depth: sums taken in another order that lie before it in its micro-batch.
     num_updates: of the weights since the region began.
     """
-    if epsilon >= _EPSILON_OF_16_BITS:  # weights that differ by less than a half are rounded alike
-        base, growth = _BASE_OF_16_BITS, sqrt(1 + num_updates)
-    else:
-        base, growth = _BASE, 1 + num_updates
-    return min(base * sqrt(depth) * growth * epsilon, _LARGEST)
+    if epsilon < _EPSILON_OF_16_BITS:
+        allowed = _BASE * sqrt(depth) * (1 + num_updates)
+    else:  # most weights that differ by rounding are rounded alike
+        depth += _SUMS_OF_UPDATES if num_updates else 0
+        allowed = _BASE_OF_16_BITS * sqrt(depth * (1 + num_updates))
+    return min(allowed * epsilon, _LARGEST)
