@@ -25,6 +25,7 @@ PART_OF = {
     "placement_cover": "records",
     "placement_grammar": "records",
     "placement_pieces": "records",
+    "config_clashes": "config",
     "config_values": "config",
     "program": "environment",
     "exact_functions": "exact",

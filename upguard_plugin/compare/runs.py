@@ -25,12 +25,12 @@ from upguard_plugin.compare.layouts.units import cut_otherwise
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
 from upguard_plugin.compare.noise import Repeat
 from upguard_plugin.compare.obstacles import (
-    NEVER_FIRED,
     OTHER_PLACEMENTS,
     RENUMBERED,
     differences_of_runs,
     is_same_program,
     layouts_differ,
+    notes_of,
     obstacles,
     rank_notes,
     refusal,
@@ -45,7 +45,7 @@ from upguard_plugin.compare.steps import Judge, as_it_is
 from upguard_plugin.compare.survey import surveyed
 from upguard_plugin.compare.team import Alone, Team
 from upguard_plugin.errors import UsageError
-from upguard_plugin.records import Layout
+from upguard_plugin.records import NEVER_FIRED, Layout
 from upguard_plugin.verdict import (
     Certified,
     Coverage,
@@ -289,11 +289,9 @@ def _coverage(baseline: Run, target: Run, facts: Sequence[RankFacts], num_skippe
         not_comparable=total["not_comparable"],
         tainted=total["tainted"],
         filtered=total["filtered"] + num_skipped,
+        ignored=sum(sum(found.ignored.values()) for found in facts),
         noise=total["noise"],
         never_fired=sum(
-            note.startswith(NEVER_FIRED)
-            for run in (baseline, target)
-            for found in facts
-            for note in run.end(found.rank).notes
+            note.startswith(NEVER_FIRED) for run in (baseline, target) for note in notes_of(run)
         ),
     )

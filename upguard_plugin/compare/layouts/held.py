@@ -112,7 +112,11 @@ class WholePlan:
             holdings,
             left_out,
             frozenset(place for plan in plans for place in plan.places),
-            tuple((row, one) for row, one in enumerate(holdings) if is_sample(one.key)),
+            tuple(
+                (row, one)
+                for row, one in enumerate(holdings)
+                if is_sample(one.key.role, one.key.slot)
+            ),
         )
 
     def only(self, rows: Ints) -> WholePlan:

@@ -10,17 +10,19 @@ import re
 from collections.abc import Sequence
 
 from upguard_plugin.compare.layouts.holdings import Holding, Seen
-from upguard_plugin.compare.layouts.units import SideUnits, is_number
+from upguard_plugin.compare.layouts.units import MAX_DIGITS, SideUnits, is_sample
 
 OTHER_GROUPS = "the runs put the same samples into other micro-batches"
 NOT_SUMMED = "gradients that the ranks have not summed yet"
-_OF_A_SAMPLE = re.compile(r"(.*\[)([0-9]{1,9})(\])$")  # a slot: "0[3]" is sample 3 of slot "0"
+_OF_A_SAMPLE = re.compile(
+    rf"(.*\[)(\d{{1,{MAX_DIGITS}}})(\])$"
+)  # a slot: "0[3]" is sample 3 of slot "0"
 
 
 def slot_in_unit(seen: Seen, units: SideUnits) -> str:
     """The slot, with the number that a sample has in its unit."""
     _, _, role, slot, _ = seen.what
-    if role == "sample" and is_number(slot):
+    if is_sample(role, slot):
         return str(units.position(seen.place, int(slot)))
     if not slot.endswith("]"):
         return slot
@@ -30,7 +32,9 @@ def slot_in_unit(seen: Seen, units: SideUnits) -> str:
 
 def is_of_a_sample(role: str, slot: str) -> bool:
     """Whether such events are those of one sample, whoever computed it."""
-    return role == "sample" or (slot.endswith("]") and _OF_A_SAMPLE.fullmatch(slot) is not None)
+    return is_sample(role, slot) or (
+        slot.endswith("]") and _OF_A_SAMPLE.fullmatch(slot) is not None
+    )
 
 
 def why_not_whole(parts: Sequence[Holding], joined: bool, in_line: bool) -> str | None:

@@ -23,6 +23,7 @@ from upguard_plugin.trace.batch import NONE, EventBatch
 
 Place = tuple[int, int]  # data-parallel index, micro-batch as the rank numbers it
 Sample = tuple[tuple[str, int, int], ...]  # (boundary, h, s) of each of its tensors
+MAX_DIGITS = 18  # of a sample's number; a trace may say anything
 Held = Mapping[Place, Sequence[Sample]]
 
 _Node = tuple[int, Place]  # side, place
@@ -136,14 +137,9 @@ def _is_in_line(places: Sequence[Place], side: SideUnits) -> bool:
     return one_microbatch and positions == list(range(len(positions)))
 
 
-def is_sample(key: EventKey) -> bool:
-    """Whether it is a sample with a number."""
-    return key.role == "sample" and is_number(key.slot)
-
-
-def is_number(slot: str) -> bool:
-    """Whether a slot is the number of a sample. A damaged trace may hold any text."""
-    return slot.isascii() and slot.isdecimal() and len(slot) < 10
+def is_sample(role: str, slot: str) -> bool:
+    """Whether such events are samples: their slots are numbers, unless a trace says nonsense."""
+    return role == "sample" and slot.isdecimal() and len(slot) <= MAX_DIGITS
 
 
 def samples_of(seen: Iterable[SampleSeen]) -> Held:
@@ -167,7 +163,7 @@ def samples_of(seen: Iterable[SampleSeen]) -> Held:
 
 def samples_in(batch: EventBatch) -> Iterator[SampleSeen]:
     """The samples of one rank, as if it were the only one."""
-    wanted = [number for number, key in enumerate(batch.keys) if is_sample(key)]
+    wanted = [number for number, key in enumerate(batch.keys) if is_sample(key.role, key.slot)]
     for row in np.flatnonzero(np.isin(batch.key, wanted)).tolist():
         value = int(batch.h[row]), int(batch.s[row])
         yield SampleSeen(batch.key_of(row), (0, int(batch.microbatch[row])), value)
