@@ -149,3 +149,16 @@ def test_rules_come_from_a_file(tmp_path, capsys):
         file.write_text(text)
         assert main(["compare", *paths, "--place", str(file)]) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_a_rule_that_names_nothing_is_told(tmp_path, capsys):
+    paths = [
+        str(written(run, tmp_path / name))
+        for name, run in (("one", ONE), ("two", ranks_of(PART_STEP, PART_STEP, tp=2)))
+    ]
+    file = tmp_path / "place.yaml"
+    file.write_text("place:\n- {boundaries: ruoter, placement: 't h'}\n")
+
+    main(["compare", *paths, "--place", str(file), "--verbose"])
+
+    assert "--place: ruoter names nothing without a placement" in capsys.readouterr().out
