@@ -8,7 +8,7 @@
 
 Columns: phase, micro-batch, role, boundary/slot#call, value (equal text: equal fingerprint), then
 in any order an operator or class, dtype, shape, `group=RANKS:SEQ`, `op=`, `moment=`,
-`pair=PEER:SEQ`, `by=ROW` (the row that wrote the storage last), `at=SPEC` (placement).
+`pair=PEER:SEQ`, `by=ROW` (the row that wrote the storage last), `at=SPEC` (placement), `dtype=`.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def event(line: str) -> Event:
             numbers |= {"peer": int(peer), "pair_seq": int(seq)}
         elif name == "by":
             numbers["writer"] = int(text)
+        elif name == "dtype":
+            columns["dtype"] = text
         elif name == "at":
             columns["placement"] = Placement(text, columns["shape"], ())
         elif name in ("op", "moment"):

@@ -61,6 +61,7 @@ def upguard() -> None:
 )
 @click.option("--ignore", metavar="FILE", help="Rules for boundaries to leave out, with reasons.")
 @click.option("--map", "renames", metavar="FILE", help="Rules that rename the target's boundaries.")
+@click.option("--place", "places", metavar="FILE", help="Placements for what has none, by rules.")
 @click.option(
     "--jobs",
     type=click.IntRange(1, 256),
@@ -82,6 +83,7 @@ def compare(
     noise: tuple[str, ...],
     ignore: str | None,
     renames: str | None,
+    places: str | None,
     jobs: int,
     form: str,
     output: str | None,
@@ -110,6 +112,7 @@ def compare(
         noise=tuple(Path(run) for run in noise),
         ignore=None if ignore is None else Path(ignore),
         renames=None if renames is None else Path(renames),
+        places=None if places is None else Path(places),
     )
     with team_for(comparison, jobs) as team:
         try:

@@ -49,7 +49,7 @@ def resolve_placement(
 
     shape: of the rank's tensor. dims: sizes of named dims on this rank, where fused dims cannot be
     told apart otherwise. whole_shape: with `|`, the shape on this rank of the tensor that the first
-    view describes (of the parameter whose slice this is).
+    view describes (of the parameter whose slice this is); not needed where all dims are numbers.
     Raises PlacementError, with the placement and the shape in it, where they do not fit.
     """
     spec = parse_placement(spec) if isinstance(spec, str) else spec
@@ -91,9 +91,7 @@ class _Resolver:
     def placement(self, whole_shape: Sequence[int] | None) -> Placement:
         spec = self._spec
         first, *flat = spec.views
-        if flat and whole_shape is None:
-            raise self._error("the shape of the tensor before '|' is not known", "pass whole_shape")
-        dims = self._dims(first, tuple(whole_shape) if flat and whole_shape else self._shape)
+        dims = self._dims(first, self._before_flat(first, whole_shape) if flat else self._shape)
         ranges = [(0, prod(dim.size for dim in dims))]
         for view in flat:
             ranges = self._flat_ranges(view, ranges)
@@ -108,6 +106,18 @@ class _Resolver:
             tuple(axis for axis in spec.partial if self._axis(axis).size > 1),
             spec.mesh,
         )
+
+    def _before_flat(self, first: View, whole_shape: Sequence[int] | None) -> tuple[int, ...]:
+        """This rank's shape of the tensor that is flattened."""
+        if whole_shape is not None:
+            return tuple(whole_shape)
+        sizes = [[self._known_size(dim) for dim in term] for term in first.terms if term]
+        if None in first.terms or any(size is None for term in sizes for size in term):
+            raise self._error(
+                "the shape of the tensor before '|' is not known",
+                "write its sizes as numbers, as in '16 8 | flat[dp]', or pass whole_shape",
+            )
+        return tuple(prod(size for size in term if size is not None) for term in sizes)
 
     def _dims(self, view: View, shape: tuple[int, ...]) -> list[PlacedDim]:
         terms = list(view.terms)

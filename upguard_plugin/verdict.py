@@ -179,6 +179,25 @@ class Tainted(Model):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
+class LeftOutBoundary(Model):
+    """A boundary of which events were not compared."""
+
+    boundary: str
+    role: str
+    largest_in_eps: float | None = Field(
+        description="how far apart the runs are, estimated, in epsilons of its dtype; null: no "
+        "sketches that can be compared"
+    )
+
+
+class LeftOutEvents(Model):
+    """What was not compared for one reason. Across layouts only."""
+
+    reason: str
+    events: int
+    boundaries: list[LeftOutBoundary]
+
+
 class Certified(Model):
     """Everything before the first divergence, all bit-equal."""
 
@@ -225,6 +244,9 @@ class Verdict(Report):
     )
     certified: Certified
     coverage: Coverage
+    left_out: list[LeftOutEvents] = Field(
+        default_factory=list, description="of what is not comparable across layouts, by reason"
+    )
     notes: list[str] = Field(description="of an incomparable verdict, the first is the reason")
 
     @property

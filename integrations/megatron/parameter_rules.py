@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def parameter_spec(name: str, parameter: Any, config: Any, vocabulary_size: int | None) -> str:
+def parameter_spec(
+    name: str, parameter: Any, config: Any, vocabulary_size: int | None, *, is_expert: bool
+) -> str:
     """The placement of a parameter, its gradient, master and optimizer state.
 
-    vocabulary_size: tokens that are real, without the padding that makes them divisible.
+    vocabulary_size: tokens that are real, without the padding that makes them divisible. is_expert:
+    it lies on the expert mesh.
     """
-    is_expert = not getattr(parameter, "allreduce", True)
     mesh = " @expert" if is_expert else ""
     dims = list("oixyz")[: parameter.dim()]
     if not getattr(parameter, "tensor_model_parallel", False):

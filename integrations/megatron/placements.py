@@ -154,8 +154,8 @@ def find_rules(
         split = getattr(parameter, "tensor_model_parallel", False)
         if split and _is_inside(name, undescribed):
             continue
-        if not _is_between_meshes(name, parameter, layout):
-            specs[name] = parameter_spec(name, parameter, config, vocabulary_size)
+        is_expert = _is_of_experts(name, parameter, layout)
+        specs[name] = parameter_spec(name, parameter, config, vocabulary_size, is_expert=is_expert)
     for name, module in names.walk():
         for weight in grouped_weights(name, module) if _is_a(module, "GroupedMLP") else ():
             if weight.name in specs:
@@ -184,12 +184,17 @@ def _is_inside(name: str, undescribed: list[str]) -> bool:
     return any(f"{name}.".startswith(f"{outer}.") for outer in undescribed)
 
 
-def _is_between_meshes(name: str, parameter: Any, layout: Layout) -> bool:
-    """Whether an expert is split over etp but its gradient summed as a dense one's."""
+def _is_of_experts(name: str, parameter: Any, layout: Layout) -> bool:
+    """Whether a parameter lies on the expert mesh, whatever its mark says.
+
+    Without expert parallelism Megatron marks experts as dense, also where they are split otherwise.
+    Their gradients are then summed over the wrong ranks, and replicas that do not agree show it.
+    """
+    if not getattr(parameter, "allreduce", True):
+        return True
     tp, etp = layout.axis("tp"), layout.axis("etp", "expert")
-    if ".experts." not in name or not getattr(parameter, "allreduce", True):
-        return False
-    return tp is not None and etp is not None and tp.ranks != etp.ranks
+    apart = tp is not None and etp is not None and tp.ranks != etp.ranks
+    return apart and is_inside_experts(name)
 
 
 def partial_axes(

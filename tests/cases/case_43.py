@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def train(variant: str, config: Mapping[str, Any]) -> None:
-    mesh = ALONE if variant == "whole" else Mesh(dp=2, ep=True)
+    mesh = ALONE if variant == "whole" else Mesh(dp=2, ep=2)
     model = Model(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8)
     shape = (2 * NUM_SAMPLES, 8, HIDDEN)

@@ -344,3 +344,37 @@ def test_another_argument_of_a_call_is_no_partner():
 
     assert answer(verdict) == "0 0 forward core input structure"
     assert (verdict.coverage.unmatched_baseline, verdict.coverage.unmatched_target) == (2, 2)
+
+
+def test_what_is_none_in_one_run_and_not_there_in_the_other_is_told_and_no_divergence():
+    bias = "forward   0  output  core/out             b        Core\n"
+    empty = edited(MLP, (bias, bias + "forward 0 output core/out.1 - Core dtype=none\n"))
+    full = edited(MLP, (bias, bias + "forward 0 output core/out.1 b1 Core\n"))
+
+    for verdict, side, other in (
+        (compared(empty, MLP), "baseline", "target"),
+        (compared(MLP, empty), "target", "baseline"),
+    ):
+        assert answer(verdict) == "identical"
+        assert (
+            f"no data: core output out.1 is None in the {side} from step 0 on (rank 0), and the "
+            f"{other} has no such output"
+        ) in verdict.notes
+    assert answer(compared(full, MLP)) == "0 0 forward core output structure"
+    assert answer(compared(empty, full)) == "0 0 forward core output structure"
+
+
+def test_a_module_of_another_class_may_pass_equal_tensors_in_another_way():
+    keyword = edited(
+        MLP, ("0  input   core/args.0          a        Core", "0 input core/kwargs.x a Plain")
+    )
+    wrong = edited(keyword, ("core/kwargs.x a Plain", "core/kwargs.x a2 Plain"))
+
+    verdict = compared(MLP, keyword)
+
+    assert answer(verdict) == "identical"
+    assert (
+        "other class: core is a Core in the baseline and a Plain in the target from step 0 on "
+        "(rank 0), and equal tensors are passed in another way"
+    ) in verdict.notes
+    assert answer(compared(MLP, wrong)) == "0 0 forward core input forward"

@@ -98,5 +98,7 @@ def test_the_bound_grows_with_depth_and_updates_up_to_a_share_of_the_norm():
     eps = 2.0**-23
     assert bound(eps, 1, 0) == 256 * eps
     assert bound(eps, 16, 1) == 256 * 4 * 2 * eps
-    assert bound(2.0**-7, 1, 0) == 4 * 2.0**-7
+    assert bound(2.0**-7, 1, 0) == 2 * 2.0**-7
+    assert bound(2.0**-7, 9, 0) == 6 * 2.0**-7
+    assert bound(2.0**-7, 5, 3) == 12 * 2.0**-7
     assert bound(2.0**-7, 400, 3) == bound(eps, 10**12, 3) == 3 / 8

@@ -31,6 +31,7 @@ class Job:
     overlap: bool = False
     dtype: str = "fp32"
     experts: int = 0
+    marked: bool = False  # experts as what they are, also where Megatron takes them for dense
     gated: bool = False
     query_groups: int = 4
     recompute: str = ""  # full (layer by layer), pairs (of layers), block, selective
@@ -50,6 +51,7 @@ class Job:
     program: str = ""
     clip: float = 1e6
     layers: int = 4
+    hidden: int = 32
     num_steps: int = 2
     num_microbatches: int = 4
     dropout: bool = True  # in bf16

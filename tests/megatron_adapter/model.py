@@ -52,6 +52,9 @@ def build(job: Job) -> Trainer:
     gpts = [_gpt(job, config, chunk) for chunk in range(job.vpp)]
     for gpt in gpts:
         _fill(gpt, job.untied, job.seed)
+        for name, parameter in gpt.named_parameters():
+            if job.marked and ".experts." in name:
+                parameter.allreduce = False
         if job.smoothing:
             gpt.compute_language_model_loss = partial(_smoothed_loss, gpt)
         if job.deferred:

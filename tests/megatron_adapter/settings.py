@@ -19,9 +19,9 @@ def configure(job: Job) -> TransformerConfig:
     cls = MLATransformerConfig if job.latent else TransformerConfig
     return cls(
         num_layers=job.layers,
-        hidden_size=32,
+        hidden_size=job.hidden,
         num_attention_heads=4,
-        ffn_hidden_size=64,
+        ffn_hidden_size=2 * job.hidden,
         gated_linear_unit=job.gated,
         activation_func=torch.nn.functional.silu if job.gated else torch.nn.functional.gelu,
         tensor_model_parallel_size=job.tp,

@@ -68,7 +68,9 @@ GATED = SimpleNamespace(gated_linear_unit=True)
 def test_a_parameter_is_placed_as_megatron_marks_it(
     name, parameter, config, vocabulary, spec, logical
 ):
-    assert parameter_spec(name, parameter, config, vocabulary) == spec
+    is_expert = not getattr(parameter, "allreduce", True)
+    found = parameter_spec(name, parameter, config, vocabulary, is_expert=is_expert)
+    assert found == spec
     placed = resolve_placement(spec, tuple(parameter.shape), LAYOUT)
     assert placed.logical_shape == logical
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.tx.mesh import Mesh
-from tests.tx.regions import Enter, Gather, Leave, Scatter
+from tests.tx.regions import Enter, Gather, Leave, from_experts, to_experts
 from tests.tx.rules import rules_of
 from upguard_plugin.exact import make_exact
 
@@ -22,12 +22,14 @@ ALONE = Mesh()
 
 
 class Linear(nn.Linear):
-    """x @ weight.T, the weight cut by rows (0) or columns (1) where tp ranks share it."""
+    """x @ weight.T, the weight cut by rows (0) or columns (1) where the ranks of axis share it."""
 
-    def __init__(self, into: int, out: int, mesh: Mesh = ALONE, dim: int | None = None) -> None:
-        tp = mesh.size("tp")
+    def __init__(
+        self, into: int, out: int, mesh: Mesh = ALONE, dim: int | None = None, axis: str = "tp"
+    ) -> None:
+        parts = mesh.size(axis)
         super().__init__(
-            into // (tp if dim == 1 else 1), out // (tp if dim == 0 else 1), bias=False
+            into // (parts if dim == 1 else 1), out // (parts if dim == 0 else 1), bias=False
         )
 
 
@@ -51,7 +53,7 @@ class Core(nn.Module):
 class Attention(nn.Module):
     def __init__(self, mesh: Mesh = ALONE) -> None:
         super().__init__()
-        self.enter, self.leave = Enter(mesh), Leave(mesh)
+        self.enter, self.leave = Enter(mesh, sp=mesh.sp), Leave(mesh, sp=mesh.sp)
         self.qkv = Linear(HIDDEN, 3 * HIDDEN, mesh, 0)
         self.core = Core(mesh)
         self.proj = Linear(HIDDEN, HIDDEN, mesh, 1)
@@ -62,14 +64,16 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Also an expert, whose layers have other names."""
+    """Also an expert, whose layers have other names and may be cut over an axis of their own."""
 
-    def __init__(self, mesh: Mesh = ALONE, names: tuple[str, str] = ("fc1", "fc2")) -> None:
+    def __init__(self, mesh: Mesh = ALONE, *, is_expert: bool = False) -> None:
         super().__init__()
-        self.names = names
-        self.enter, self.leave, self.act = Enter(mesh), Leave(mesh), nn.ReLU()
-        self.add_module(names[0], Linear(HIDDEN, 4 * HIDDEN, mesh, 0))
-        self.add_module(names[1], Linear(4 * HIDDEN, HIDDEN, mesh, 1))
+        axis = mesh.expert_axis if is_expert else "tp"
+        region = {"axis": axis, "sp": mesh.sp and axis == "tp"}
+        self.names = ("w1", "w2") if is_expert else ("fc1", "fc2")
+        self.enter, self.leave, self.act = Enter(mesh, **region), Leave(mesh, **region), nn.ReLU()
+        self.add_module(self.names[0], Linear(HIDDEN, 4 * HIDDEN, mesh, 0, axis))
+        self.add_module(self.names[1], Linear(4 * HIDDEN, HIDDEN, mesh, 1, axis))
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = (self.get_submodule(name) for name in self.names)
@@ -77,25 +81,22 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Every token goes to all experts, weighed by the gate; ranks of dp may share the experts."""
+    """Every token goes to all experts, weighed by the gate; ranks of ep share the experts out."""
 
     def __init__(self, mesh: Mesh = ALONE) -> None:
         super().__init__()
         self.mesh = mesh
         self.gate = Linear(HIDDEN, NUM_EXPERTS)
-        experts = torch.arange(NUM_EXPERTS)
-        mine = mesh.part(experts, 0, "dp") if mesh.ep else experts
-        self.experts = nn.ModuleDict({str(int(i)): MLP(mesh, ("w1", "w2")) for i in mine})
+        mine = mesh.part(torch.arange(NUM_EXPERTS), 0, "ep")
+        self.experts = nn.ModuleDict({str(int(i)): MLP(mesh, is_expert=True) for i in mine})
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.gate(x)
-        if self.mesh.ep:  # the tokens of all ranks, and then what becomes of this rank's own
-            x, scores = (Gather.apply(part, self.mesh, "dp", 0, True) for part in (x, scores))
+        x, scores = (to_experts(part, self.mesh) for part in (x, self.gate(x)))
         # A view for each: the gradient of a tensor that all of them read would be one sum.
         out = sum(
             scores[..., int(i), None] * expert(x.view_as(x)) for i, expert in self.experts.items()
         )
-        return Scatter.apply(out, self.mesh, "dp", 0) if self.mesh.ep else out
+        return from_experts(out, self.mesh)
 
 
 class Block(nn.Module):

@@ -20,37 +20,63 @@ def rules_of(mesh: Mesh, *, root: str = "") -> dict[str, Any]:
     if mesh.sp:
         outside = f"{batch} s[{cp},tp]" if cp else f"{batch} s[tp]"
     whole = _same(f"{outside} h")
-    rows = _grads(f"{inside} h", f"{inside} o[tp]", f"{inside} h +tp", f"{inside} o[tp]")
-    columns = _grads(f"{inside} o[tp]", f"{inside} h +tp", f"{inside} o[tp]", f"{inside} h")
     rules: dict[str, Any] = {"tokens": {"data": inside}, "weights": {"data": f"{inside} v"}}
-    for first, second in (("*.qkv", "*.proj"), ("*.fc1", "*.fc2"), ("*.w1", "*.w2")):
+    for first, second in (("*.qkv", "*.proj"), ("*.fc1", "*.fc2")):
         rules |= {f"{first}.weight": "o[tp] i", f"{second}.weight": "o i[tp]"}
-        rules |= {first: rows, second: columns}
+        rules |= _region(outside, inside, "tp", (first, second))
     rules |= {
         "*ln?.weight": "h",
         "*ln_f.weight": "h",
         "*.weight": "o i",
         "*.core": _same(f"{inside} o[tp]"),
-        "*.act": _same(f"{inside} o[tp]"),
-        "*.enter": _grads(f"{outside} h", f"{inside} h", f"{outside} h", f"{inside} h +tp"),
-        "*.leave": _grads(f"{inside} h +tp", f"{outside} h", f"{inside} h", f"{outside} h"),
         "embed": _embedding(f"{inside} h", mesh.sp),
         "pos": {"input": positions, "output": f"{positions} h"},
         "head": _same(f"{inside} h"),
         "(root)": {"input": root, "output": root} if root else _root(mesh, f"{inside} h"),
         "*": whole,
     }
-    # Experts see the samples of all ranks: theirs are no samples of the micro-batch.
-    experts = {
-        f"*.experts.{name}": {role: spec.replace(batch, "t") for role, spec in rules[name].items()}
-        for name in ("*.w1", "*.w2", "*.act", "*.enter", "*.leave")
+    return _of_experts(mesh, outside, inside) | rules
+
+
+def _of_experts(mesh: Mesh, outside: str, inside: str) -> dict[str, Any]:
+    """Experts see tokens of several ranks, which are no samples of a micro-batch: dim t."""
+    if mesh.has_expert_mesh:
+        edp = "[edp]" if mesh.size("edp") > 1 else ""
+        tokens = f"t{edp}" if mesh.size("dp") > 1 and not mesh.gathers_samples else "t"
+        inside = outside = (
+            f"{tokens} s{edp}" if mesh.sp and not mesh.gathers_sequence else f"{tokens} s"
+        )
+    else:
+        batch = samples_of(mesh)
+        outside, inside = (one.replace(batch, "t" + batch[1:]) for one in (outside, inside))
+    axis, rules = mesh.expert_axis, {}
+    rules |= {"*.w1.weight": f"o[{axis}] i", "*.w2.weight": f"o i[{axis}]"}
+    rules |= _region(outside, inside, axis, ("*.w1", "*.w2"))
+    rules |= {"?": _same(f"{outside} h")}
+    at = " @expert" if mesh.has_expert_mesh else ""
+    return {
+        f"*.experts.{name}": rule + at
+        if isinstance(rule, str)
+        else {role: spec + at for role, spec in rule.items()}
+        for name, rule in rules.items()
     }
-    return experts | {"*.experts.?": _same(f"{outside} h".replace(batch, "t"))} | rules
 
 
 def samples_of(mesh: Mesh) -> str:
     """The dim that counts samples."""
     return "b[dp]" if mesh.size("dp") > 1 else "b"
+
+
+def _region(outside: str, inside: str, axis: str, layers: tuple[str, str]) -> dict[str, Any]:
+    """What lies in a region that is cut over an axis: by rows first, then by columns."""
+    cut, partial = f"{inside} o[{axis}]", f"{inside} h +{axis}"
+    return {
+        layers[0]: _grads(f"{inside} h", cut, partial, cut),
+        layers[1]: _grads(cut, partial, cut, f"{inside} h"),
+        "*.act": _same(cut),
+        "*.enter": _grads(f"{outside} h", f"{inside} h", f"{outside} h", partial),
+        "*.leave": _grads(partial, f"{outside} h", f"{inside} h", f"{outside} h"),
+    }
 
 
 def _same(spec: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ import upguard_plugin
 from tests.tx.mesh import Mesh
 from tests.tx.model import ALONE, BATCH, HIDDEN, LENGTH, VOCABULARY, ExactGPT
 from tests.tx.rules import rules_of
+from tests.tx.zero import FlatSlice
 from upguard_plugin.exact import exact_values, keep_exact
 
 Batch = tuple[Tensor, Tensor]
@@ -78,16 +79,18 @@ def sum_gradients(
 ) -> None:
     """All-reduce the gradients of the wanted parameters, last parameter first."""
     for name, parameter in reversed(list(model.named_parameters())):
-        for axis in ("tp", "cp", "dp"):
+        for axis in ("tp", "cp", "dp", "edp"):
             if mesh.size(axis) > 1 and _is_partial(name, mesh, axis) and wants(name):
                 dist.all_reduce(parameter.grad, group=mesh.group(axis))
 
 
 def _is_partial(name: str, mesh: Mesh, axis: str) -> bool:
     """Whether each rank has the gradient of its own tokens only."""
+    if ".experts." in name and mesh.has_expert_mesh:
+        return axis == "edp"
     if axis == "tp":
         return mesh.sp and not set(name.split(".")).isdisjoint(IN_SEQUENCE)
-    return not (axis == "dp" and mesh.ep and ".experts." in name)
+    return axis != "edp"
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class Fault:
     batch: Callable[[Batch, Mesh, int], Batch] = lambda batch, mesh, microbatch: batch
     summed: Callable[[str], bool] = lambda name: True  # gradients that are all-reduced
     gradients: Callable[[nn.Module, Mesh], None] = lambda model, mesh: None  # before they are
+    slices: Callable[[FlatSlice], None] = lambda flat: None  # before its optimizer steps
+    gathered: Callable[[FlatSlice], None] = lambda flat: None  # before the weights are
 
 
 def train(
@@ -107,18 +112,26 @@ def train(
     microbatches: int = 1,
     steps: int = 2,
     moe: bool = False,
+    zero: str = "",
     fault: Fault | None = None,
 ) -> None:
-    """Record a training on this rank of a mesh."""
+    """Record a training on this rank of a mesh.
+
+    zero: ranks of dp keep slices of the optimizer, of "weights" or of "masters" of them.
+    """
     fault = fault or Fault()
     model = ExactGPT(mesh, moe)
     fault.model(model, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    flat = FlatSlice(model, mesh, has_master=zero == "masters") if zero else None
+    held = model.parameters() if flat is None else [flat.own]
+    optimizer = torch.optim.SGD(held, lr=1.0, momentum=0.5)
     keep_exact(optimizer)
     placed = {"layout": mesh.layout, "placements": rules_of(mesh)}
     with upguard_plugin.enable(model, optimizer, config, **placed) as guard:
+        if flat is not None:
+            guard.slices(flat.own, flat.elements)
         for batch in exact_batches(steps):
-            optimizer.zero_grad()
+            model.zero_grad()
             for k, share in enumerate(share_of(batch, mesh, microbatches)):
                 guard.microbatch(k)
                 tokens, weights = fault.batch(share, mesh, k)
@@ -130,6 +143,13 @@ def train(
                 if loss is not None:
                     guard.observe("loss", loss, role="scalar", phase="loss", placement="+dp +cp")
             fault.gradients(model, mesh)
-            sum_gradients(model, mesh, fault.summed)
-            optimizer.step()
+            if flat is None:
+                sum_gradients(model, mesh, fault.summed)
+                optimizer.step()
+            else:
+                flat.reduce_gradients()
+                fault.slices(flat)
+                optimizer.step()
+                fault.gathered(flat)
+                flat.gather_weights()
             guard.step()

@@ -97,7 +97,7 @@ class IdleGuard(Guard):
         """Does nothing."""
 
     attach = begin_step_if_needed = step = microbatch = data = scalar = observe = _nothing  # type: ignore[assignment]
-    placement = close = __exit__ = _nothing  # type: ignore[assignment]
+    slices = placement = close = __exit__ = _nothing  # type: ignore[assignment]
 
 
 def _tell(recorder: Recorder, broken: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +33,7 @@ from upguard_plugin.capture.probe import Probe
 from upguard_plugin.capture.recorder import Recorder
 from upguard_plugin.capture.run import say
 from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.slices import FlatTensors
 from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.errors import ConfigError
@@ -67,6 +68,8 @@ class Guard:
         self.names = names
         self.probes: list[Probe] = []
         self.placements = placements
+        self.placements.parameters = names.parameters
+        self._flat_tensors = FlatTensors(names, placements)
         self.states = StateProbe(self)
         self.batches = DataProbe(self)
         # Adapters say there what they know of formats.
@@ -210,6 +213,18 @@ class Guard:
             boundary, tensor, role=role, slot=slot, phase=phase, operator=operator,
             placement=placement, call=call, value=_number_in(tensor) if is_number else None,
         )  # fmt: skip
+
+    def slices(
+        self, flat: torch.Tensor, elements: Mapping[str, tuple[int, int]], *, axis: str = "dp"
+    ) -> None:
+        """Say which elements of the parameters a flat tensor of an optimizer holds on this rank.
+
+        flat: one dim; the elements lie in it one after the other, padding behind them. elements:
+        by parameter, (start, end) in the flattened parameter. axis: its ranks hold the others.
+        Say it before the first step. Raises ConfigError for what the models and `flat` do not have.
+        """
+        self._flat_tensors.add(flat, elements, axis)
+        self.states.optimizers.masters.fragments_of = self._flat_tensors.fragments_of
 
     def close(self) -> None:
         """Take every hook out and end the trace. An unfinished step is not part of it."""

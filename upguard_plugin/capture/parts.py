@@ -1,7 +1,7 @@
 """What an optimizer holds of each parameter: a tensor of its own, or a stretch of a flat one.
 
 ZeRO keeps the masters and states of many parameters in one flat tensor; which stretch is whose, an
-adapter says in `Fragment`s.
+adapter, or the training loop, says in `Fragment`s.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Part:
     def lies_in(self, weight: Tensor) -> bool:
         """Whether what is held is a stretch of the weight itself: no master of it."""
         held = self.held
-        if self.fragment is not None or weight.dtype != held.dtype:
+        if weight.dtype != held.dtype:
             return False
         if type(held) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES:
             return False

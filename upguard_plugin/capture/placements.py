@@ -7,6 +7,7 @@ Out: a `Layout`, and for a boundary's tensor its `Placement` or None (not known,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,6 +23,7 @@ STATE_ROLES = frozenset({"param", "grad", "main_grad", "master", "optimizer_stat
 EXPERT_AXES = ("ep", "etp", "edp")  # of the mesh that experts are spread over
 SAMPLES = "b"  # the name of a dim that counts samples
 _GRADIENTS = frozenset({"grad_input", "grad_output"})
+_OF_OPTIMIZERS = frozenset({"master", "optimizer_state"})
 
 
 def layout_of(layout: Layout | Mapping[str, Any] | None, rank: int, world_size: int) -> Layout:
@@ -53,6 +55,22 @@ def layout_of(layout: Layout | Mapping[str, Any] | None, rank: int, world_size: 
     return Layout(tuple(axes))
 
 
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The elements of a parameter, flattened, that an optimizer keeps on this rank."""
+
+    start: int
+    end: int
+    whole_shape: tuple[int, ...]  # of the parameter on this rank
+    axis: str = "dp"  # its ranks keep the others
+
+    def is_of(self, role: str, shape: torch.Size) -> bool:
+        """Whether a tensor of that shape is the slice, and not the whole parameter."""
+        if tuple(shape) != (self.end - self.start,):
+            return False
+        return role in _OF_OPTIMIZERS or tuple(shape) != self.whole_shape
+
+
 class Placements:
     """The rules in force: the first whose name or glob matches a boundary decides."""
 
@@ -63,7 +81,9 @@ class Placements:
         is often another (a replica's gradient may be a partial sum). Raises PlacementError or
         ConfigError for a rule that cannot be read.
         """
+        self.parameters: Mapping[str, torch.Tensor] = {}  # those of the models, by name
         self._rules = dict(rules or {})
+        self._slices: dict[str, Slice] = {}
         self._layout = layout
         self._replicas = any(axis.name == "dp" for axis in layout.axes)
         self._samples: dict[tuple[str, str, str, torch.Size], tuple[int, Placement] | None] = {}
@@ -76,7 +96,7 @@ class Placements:
 
         Raises PlacementError, with spec and shape, if the rule does not fit.
         """
-        if not self._rules and not self._replicas:
+        if not self._rules and not self._replicas and not self._slices:
             return None
         place = (boundary, role, slot, shape)
         if place not in self._found:
@@ -106,10 +126,25 @@ class Placements:
         """The axes over which a parameter's gradient is a partial sum while it is accumulated."""
         return ("dp", "cp")
 
+    def add_slice(self, name: str, cut: Slice) -> None:
+        """Say which elements of a parameter the optimizer's flat tensors hold on this rank."""
+        self._slices[name] = cut
+        self._found.clear()
+
     def resolve(self, spec: str, boundary: str, shape: torch.Size) -> Placement:
-        """A spec that was given with the tensor. Raises PlacementError if it does not fit."""
+        """A spec that was given with the tensor. Raises PlacementError if it does not fit.
+
+        What a `|` flattens has the shape of the parameter of that name, if there is one.
+        """
+        parameter = self.parameters.get(boundary) if "|" in spec else None
+        whole_shape = None if parameter is None else tuple(parameter.shape)
+        return self._fitted(spec, boundary, shape, whole_shape)
+
+    def _fitted(
+        self, spec: str, boundary: str, shape: torch.Size, whole_shape: tuple[int, ...] | None
+    ) -> Placement:
         try:
-            return resolve_placement(spec, tuple(shape), self._layout)
+            return resolve_placement(spec, tuple(shape), self._layout, whole_shape=whole_shape)
         except PlacementError as error:
             raise PlacementError(
                 f"the placement of {boundary} does not fit: {error.sentence}",
@@ -118,12 +153,23 @@ class Placements:
             ) from None
 
     def _find(self, boundary: str, role: str, slot: str, shape: torch.Size) -> Placement | None:
+        cut = self._slices.get(boundary) if role in STATE_ROLES else None
+        if cut is not None and cut.is_of(role, shape):
+            return self._of_slice(boundary, cut, shape)
         spec = self._spec(boundary, role, slot)
         if spec is not None and (shape or role not in STATE_ROLES or not spec.strip()):
             return self.resolve(spec, boundary, shape)
         if self._replicas and role in STATE_ROLES:
             return replicated(shape)
         return None
+
+    def _of_slice(self, boundary: str, cut: Slice, shape: torch.Size) -> Placement | None:
+        spec = self._spec(boundary, "param", "value")
+        if spec is None and not self._replicas:
+            return None  # which part of the whole parameter this rank's is, nobody has said
+        view, at, mesh = ("*" if spec is None else spec).partition("@")
+        flat = f"{view.strip()} | flat[{cut.axis}@{cut.start}:{cut.end}] {at}{mesh}".strip()
+        return self._fitted(flat, boundary, shape, cut.whole_shape)
 
     def _spec(self, boundary: str, role: str, slot: str) -> str | None:
         rule = self._rules.get(boundary)

@@ -20,6 +20,7 @@ from typing import Any
 from upguard_plugin.compare.idle_rules import idle_rules
 from upguard_plugin.compare.ignoring import read_ignore_rules
 from upguard_plugin.compare.pieces import Progress
+from upguard_plugin.compare.placing import PlacedRun, read_place_rules
 from upguard_plugin.compare.renaming import RenamedRun, read_rename_rules
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.runs import compare_runs
@@ -49,6 +50,7 @@ class Comparison:
     noise: tuple[Path, ...] = ()
     ignore: Path | None = None
     renames: Path | None = None
+    places: Path | None = None
 
     def verdict(self, team: Team, progress: Progress = lambda done, total: None) -> Verdict:
         """The answer, the same on every process of the team. Raises what `compare_runs` raises."""
@@ -76,12 +78,14 @@ class Comparison:
         key_tables: KeyTables = {}
         renames = () if self.renames is None else read_rename_rules(self.renames)
         target: Run = open_trace(self.target, key_tables)
-        noise = tuple(open_trace(path, key_tables) for path in self.noise)
-        baseline = open_trace(self.baseline, key_tables)
-        idle = idle_rules(baseline, target, selection, renames)
-        if renames:
-            target = RenamedRun(target, renames)
-        return _Opened(baseline, target, noise, selection, tuple(idle))
+        places = () if self.places is None else read_place_rules(self.places)
+        runs: list[Run] = [open_trace(path, key_tables) for path in (self.baseline, *self.noise)]
+        idle = idle_rules(runs[0], target, selection, renames, places)
+        runs.insert(1, RenamedRun(target, renames) if renames else target)
+        if places:
+            runs = [PlacedRun(run, places) for run in runs]
+        baseline, target, *noise = runs
+        return _Opened(baseline, target, tuple(noise), selection, tuple(idle))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from upguard_plugin.compare.origin import origin_of
 from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.scan import RankScan
 from upguard_plugin.compare.steps import RankSteps
+from upguard_plugin.compare.unused import Aside
 
 COUNTS = (
     "certified",
@@ -83,7 +84,7 @@ class RankFacts:
     first: Sighting | None  # where the rank differs first
     structure: Sighting | None  # where boundaries differ first without a value behind them
     last_equal: tuple[int, int, int] | None  # step, baseline row and process
-    unused: Mapping[str, int]  # what differs in vain -> first step
+    unused: Mapping[Aside, int]  # what differs in vain -> first step
     ignored: Mapping[int, int]  # place of an ignore rule -> events
     noisy: Mapping[str, int]  # what is noise -> first step
     renumbered: tuple[int, int] | None  # first step in the baseline's numbers and the target's

@@ -7,7 +7,8 @@ Three kinds of evidence are told apart. *Values*: other bits in tensors of one d
 collective, a gradient or an optimizer state that one run lacks. Each is a divergence. *Forms*:
 another dtype or shape, whose bits cannot be compared, or another implementation of the optimizer;
 a divergence if values part behind it.
-*Structure*: what only one run has; a divergence only if no value differs anywhere.
+*Structure*: what only one run has; a divergence only if no value differs anywhere. What is None in
+the run that has it is none.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ import numpy.typing as npt
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective, is_operator
 from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.sides import Side
-from upguard_plugin.compare.unused import Memory, names_of, unused_generators, unused_scalars
+from upguard_plugin.compare.unused import (
+    Aside,
+    Memory,
+    asides_of,
+    asides_of_classes,
+    asides_without_data,
+    passed_otherwise,
+    unused_generators,
+    unused_scalars,
+    without_data,
+)
 from upguard_plugin.records import EventKey
 
 Ints = npt.NDArray[np.int64]
@@ -78,7 +89,7 @@ class StepFindings:
 
     divergent: tuple[Finding, ...]  # empty, or the first and what stands beside it
     structure: Finding | None  # the first boundary, dtype or shape that differs
-    unused: tuple[str, ...]  # scalars and generators that differ without any bearing
+    unused: tuple[Aside, ...]  # what differs without any bearing
 
 
 def find(pairing: Pairing, chosen: Bools, memory: Memory) -> StepFindings:
@@ -103,13 +114,16 @@ def find(pairing: Pairing, chosen: Bools, memory: Memory) -> StepFindings:
     known = np.isin(identities, list(memory.forms))
     forms = _of_pairs(pairing, formed & ~known, places, "form")
     memory.is_first = False
-    unused = names_of(pairing, generators | scalars)
+    other_slots = chosen & pairing.slot_differs
+    otherwise = passed_otherwise(pairing, other_slots)
+    unused = asides_of(pairing, generators | scalars) + asides_without_data(pairing)
+    unused += asides_of_classes(pairing, otherwise)
     if found:
         forms = [form for form in forms if form.place < found[0].place]
         forms = [form for form in forms if _passed_on(pairing, form, found[0])]
         return StepFindings(tuple(_beside(forms + found, pairing)), None, unused)
     memory.forms.update(identities[formed].tolist())
-    slots = _of_pairs(pairing, chosen & pairing.slot_differs, places, "form")
+    slots = _of_pairs(pairing, other_slots & ~otherwise, places, "form")
     structure = sorted(forms + slots + _alone(pairing), key=lambda finding: finding.place)
     return StepFindings((), structure[0] if structure else None, unused)
 
@@ -150,14 +164,19 @@ def _of_pairs(pairing: Pairing, mask: Bools, places: Ints, what: str) -> list[Fi
 
 
 def _alone(pairing: Pairing) -> list[Finding]:
-    """The first event that only the baseline has and the first that only the target has."""
+    """The first event with data that only the baseline has, and that only the target has."""
     found = []
-    if len(pairing.baseline_alone):
-        row = int(pairing.baseline_alone[0])
-        found.append(Finding(_place_of_alone(pairing, row, False), row, None, "alone"))
-    if len(pairing.target_alone):
-        row = int(pairing.target_alone[0])
-        found.append(Finding(_place_of_alone(pairing, row, True), None, row, "alone"))
+    sides = (
+        (False, pairing.baseline, pairing.baseline_alone),
+        (True, pairing.target, pairing.target_alone),
+    )
+    for in_target, side, alone in sides:
+        rows = alone[~without_data(side, alone)]
+        if len(rows):
+            row = int(rows[0])
+            row_b, row_t = (None, row) if in_target else (row, None)
+            place = _place_of_alone(pairing, row, in_target)
+            found.append(Finding(place, row_b, row_t, "alone"))
     return found
 
 

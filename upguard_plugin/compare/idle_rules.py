@@ -1,6 +1,6 @@
 """Rules and globs of the command line that name nothing in the runs: most often a slip.
 
-In:  the runs, and what --steps, --ranks, --modules, --ignore and --map say.
+In:  the runs, and what --steps, --ranks, --modules, --ignore, --map and --place say.
 Out: one sentence for each that names no boundary; where one run was asked for nothing that it has,
      an error.
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from upguard_plugin.compare.ignoring import IgnoreRule, pattern_of
+from upguard_plugin.compare.placing import PlaceRule
 from upguard_plugin.compare.renaming import RenamedRun, RenameRule
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
@@ -33,7 +34,11 @@ class _Rule:
 
 
 def idle_rules(
-    baseline: Run, target: Run, selection: Selection, renames: Sequence[RenameRule]
+    baseline: Run,
+    target: Run,
+    selection: Selection,
+    renames: Sequence[RenameRule],
+    places: Sequence[PlaceRule] = (),
 ) -> list[str]:
     """Which rules name nothing. target: as it was recorded, without other names.
 
@@ -44,6 +49,8 @@ def idle_rules(
     renamed = RenamedRun(target, renames) if renames else target
     idle = _without_match(waiting, (baseline, renamed), selection)
     sentences = [f"{rule.text} names no boundary of either run" for rule in idle]
+    idle = _without_match([_place(rule) for rule in places], (baseline, renamed), selection)
+    sentences += [f"{rule.text} names nothing without a placement" for rule in idle]
     idle = _without_match([_rename(rule) for rule in renames], (target,), selection)
     sentences += [f"{rule.text} names no boundary of the target" for rule in idle]
     looked = f" (looked at {MAX_RANKS} ranks of each)"
@@ -95,6 +102,13 @@ def _ignore_globs(rule: IgnoreRule) -> Iterator[_Rule]:
 
 def _rename(rule: RenameRule) -> _Rule:
     return _Rule(f"--map: {rule.old}", lambda key: rule.applied(key.boundary) is not None)
+
+
+def _place(rule: PlaceRule) -> _Rule:
+    def matches(key: EventKey) -> bool:
+        return key.placement is None and rule.matches(key)
+
+    return _Rule(f"--place: {', '.join(rule.boundaries)}", matches)
 
 
 def _without_match(

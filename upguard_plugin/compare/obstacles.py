@@ -16,6 +16,7 @@ from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import CHOICES
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.steps import RankSteps
+from upguard_plugin.compare.unused import Aside
 from upguard_plugin.records import NEVER_FIRED
 
 RENUMBERED = "resumed: step "  # how the note on other numbers of steps begins
@@ -202,15 +203,14 @@ def notes_of(run: Run) -> list[str]:
 
 def rank_notes(facts: Sequence[RankFacts]) -> list[str]:
     """What was seen on the ranks beside a divergence."""
-    unused: dict[tuple[str, int], list[int]] = {}
+    unused: dict[tuple[Aside, int], list[int]] = {}
     for found in facts:
-        for name_and_step in found.unused.items():
-            unused.setdefault(name_and_step, []).append(found.rank)
+        for aside_and_step in found.unused.items():
+            unused.setdefault(aside_and_step, []).append(found.rank)
     notes = _resumed(facts)
     notes += [
-        f"not used: {name} differs from step {step} on (rank {_listed(ranks)}), and "
-        + ("nobody draws from it" if name.startswith("rng.") else "nothing behind it does")
-        for (name, step), ranks in unused.items()
+        aside.told(f"from step {step} on (rank {_listed(ranks)})")
+        for (aside, step), ranks in unused.items()
     ]
     notes += [
         f"structure: from step {found.structure.step} on boundaries differ without a value behind "

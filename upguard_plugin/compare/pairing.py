@@ -78,6 +78,9 @@ class Pairing:
     def baseline_key(self, pair: int) -> EventKey:
         return self.baseline.batch.key_of(int(self.baseline_rows[pair]))
 
+    def target_key(self, pair: int) -> EventKey:
+        return self.target.batch.key_of(int(self.target_rows[pair]))
+
     def of_call(self, baseline_row: int, role: str, *, phase: str | None = None) -> Ints:
         """Pairs of that role in the same call of the same module or operator, and its phase."""
         batch, columns = self.baseline.batch, self.baseline.columns

@@ -1,4 +1,4 @@
-"""The files of `--ignore` and `--map`: YAML, one list of rules under one name.
+"""The files of `--ignore`, `--map` and `--place`: YAML, one list of rules under one name.
 
 In:  a path, the name of the list, and which fields a rule may have.
 Out: the rules as plain texts. Whatever the file holds, only `UsageError` comes out.

@@ -16,6 +16,7 @@ from upguard_plugin.compare.causes import cause_of, structure_of
 from upguard_plugin.compare.crew import Crew
 from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.handover import handed_over, handover_of
+from upguard_plugin.compare.layouts.exactly import exactly
 from upguard_plugin.compare.layouts.gathering import Gathering
 from upguard_plugin.compare.layouts.logical import LogicalPair
 from upguard_plugin.compare.layouts.region import matched, tainted
@@ -40,7 +41,7 @@ from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import Request, Settings
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.spread import MAX_RANKS
-from upguard_plugin.compare.steps import as_it_is
+from upguard_plugin.compare.steps import Judge, as_it_is
 from upguard_plugin.compare.survey import surveyed
 from upguard_plugin.compare.team import Alone, Team
 from upguard_plugin.errors import UsageError
@@ -173,6 +174,7 @@ def _compare_logical(
                 }
             ),
             "tainted": tainted(pair, verdict),
+            "left_out": lost.listed(),
             "notes": [*verdict.notes, *taint.notes(), *lost.notes()],
         }
     )
@@ -190,8 +192,7 @@ def _compare(
     selection = question.selection
     ranks = [r for r in baseline.ranks if r in target.ranks and selection.has_rank(r)]
     request = Request(selection, Settings.of(baseline, target), question.verify)
-    judge = as_it_is if pair is None or question.exact else pair.taint.judged
-    crew = Crew(baseline, target, ranks, team, judge)
+    crew = Crew(baseline, target, ranks, team, _judge(pair, question))
     facts = crew.scan(request, repeats, question.progress)
     one_program = question.same_program or is_same_program(baseline, target)
     notes = differences_of_runs(baseline, target) + rank_notes(facts)
@@ -219,6 +220,13 @@ def _compare(
     notes += reasons
     verdict = _verdict(baseline, target, "divergent", notes, certified, coverage, minimal, per_rank)
     return verdict.model_copy(update={"spread": spread})
+
+
+def _judge(pair: LogicalPair | None, question: _Question) -> Judge:
+    """What tells how unequal bits are to be read."""
+    if pair is None:
+        return as_it_is
+    return exactly(pair.events) if question.exact else pair.taint.judged
 
 
 def _on_ranks(origins: Sequence[Origin], pair: LogicalPair) -> tuple[Origin, ...]:

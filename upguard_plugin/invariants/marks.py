@@ -46,6 +46,8 @@ class MarksFit(Invariant):
                 is_cut = _AXIS in key.placement.sharded
                 if cls is None or leaf not in ("weight", "bias"):
                     continue
+                if key.placement.mesh != axis.mesh:
+                    continue  # an expert: its layers may be cut in another way than all others
                 if _WHOLE.search(cls) and is_cut:
                     how = f"cuts it over {_AXIS}"
                 elif _CUT.search(cls) and leaf == "weight" and not is_cut:

@@ -190,6 +190,17 @@ def _ending_rows(verdict: Verdict, verbose: bool) -> list[tuple[str, str]]:
     rows += [("note", note) for note in shown]
     if len(shown) < len(notes):
         rows.append(("note", f"and {len(notes) - len(shown)} more (--verbose)"))
+    return rows + (_left_out_rows(verdict) if verbose else [])
+
+
+def _left_out_rows(verdict: Verdict) -> list[tuple[str, str]]:
+    rows = []
+    for left_out in verdict.left_out:
+        rows.append(("left out", f"{left_out.events} events, {left_out.reason}"))
+        for one in left_out.boundaries:
+            eps = one.largest_in_eps
+            apart = "" if eps is None else f": {eps:.3g} epsilons apart (estimated)"
+            rows.append(("", f"{one.boundary} ({one.role}){apart}"))
     return rows
 
 

@@ -16,11 +16,16 @@ from upguard_plugin.compare.layouts.names import About, Name, num_microbatches
 from upguard_plugin.compare.layouts.samples import OTHER_GROUPS, is_of_a_sample
 from upguard_plugin.compare.layouts.shares import ROUNDED, is_rounding
 from upguard_plugin.compare.layouts.units import Units
+from upguard_plugin.compare.placing import PART
 
 _OTHER_SHARES = "gradients are added up over other micro-batches on each rank"
 _OTHER_SCALE = "each run divides the loss of a micro-batch by its own number of micro-batches"
 _OTHER_COPIES = "the layouts keep other copies of weights and gradients"
 _OTHER_OPTIMIZERS = "the layouts divide the parameters into other optimizers"
+_OTHER_PARTS = (
+    "a part that was placed afterwards is compared with equal parts only: record both runs with "
+    "the placement"
+)
 _OTHER_DIMS = "the layouts hold the dims in another order"
 
 _OF_OPTIMIZER = re.compile(r"optimizer\d*\.")
@@ -66,7 +71,8 @@ def not_alike(
     if numbers.is_scaled:
         lost |= {name: _OTHER_SCALE for name in names if name[0][0] in ("loss", "backward")}
     of_units = (n for n in names if n[1] in units.joined and not is_of_a_sample(*n[0][2:4]))
-    lost |= {n: OTHER_GROUPS for n in of_units if not _is_one_tensor(n, baseline, target)}
+    unlike = (n for n in of_units if not _is_one_tensor(n, baseline, target))
+    lost |= {name: OTHER_GROUPS for name in unlike if name not in lost}
     return lost | dict.fromkeys(numbers.rounded, ROUNDED)
 
 
@@ -90,6 +96,7 @@ def _one_sided(mine: Events, other: Events, left_out: Mapping[Name, str]) -> Ite
     reasons = {name[0]: reason for name, reason in left_out.items()}
     calls = {name[0][1]: reason for name, reason in left_out.items()}
     gradients = {name[0][1] for name in other if _is_summed_gradient(name)}
+    parts = {(*name[0][:3], PART.sub("", name[0][3])) for name in other if PART.search(name[0][3])}
     for name in mine:
         if name in other:
             continue
@@ -101,6 +108,8 @@ def _one_sided(mine: Events, other: Events, left_out: Mapping[Name, str]) -> Ite
             yield name, calls[boundary]
         elif role == "master" or (role, slot) == ("param", "tied") or is_gradient:
             yield name, _OTHER_COPIES
+        elif PART.search(slot) or name[0][:4] in parts:
+            yield name, _OTHER_PARTS
         elif role == "scalar" and _OF_OPTIMIZER.match(boundary):
             yield name, _OTHER_OPTIMIZERS
 

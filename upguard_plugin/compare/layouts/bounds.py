@@ -17,7 +17,8 @@ from upguard_plugin.compare.layouts.merge import LogicalEvent
 # Epsilons behind the first sum. Kernels of 16 bits add in 32 and round once, so that their results
 # stay nearer, in their own epsilons, than those of 32 bits, which round at every addition.
 _BASE = 256.0
-_BASE_OF_16_BITS = 4.0
+_BASE_OF_16_BITS = 2.0
+_SUMS_OF_UPDATES = 4  # as many sums weights bring with them that rounded gradients have updated
 _EPSILON_OF_16_BITS = 2.0**-10  # of float16, the finer of the two
 _LARGEST = 3 / 8  # what is farther apart is no rounding, however deep
 
@@ -57,5 +58,9 @@ def bound(epsilon: float, depth: int, num_updates: int) -> float:
     depth: sums taken in another order that lie before it in its micro-batch.
     num_updates: of the weights since the region began.
     """
-    base = _BASE_OF_16_BITS if epsilon >= _EPSILON_OF_16_BITS else _BASE
-    return min(base * sqrt(depth) * (1 + num_updates) * epsilon, _LARGEST)
+    if epsilon < _EPSILON_OF_16_BITS:
+        allowed = _BASE * sqrt(depth) * (1 + num_updates)
+    else:  # most weights that differ by rounding are rounded alike
+        depth += _SUMS_OF_UPDATES if num_updates else 0
+        allowed = _BASE_OF_16_BITS * sqrt(depth * (1 + num_updates))
+    return min(allowed * epsilon, _LARGEST)

@@ -55,6 +55,7 @@ class Holding:
     summand: int  # which of how many partial sums it belongs to; (0, 1): it is none
     num_summands: int
     is_whole: bool  # its first holder computes whole tensors
+    edp: int  # which copy of the experts its first holder has
     first: tuple[int, int]  # rank and row
     ranks: list[int]
     sums: Sizes  # sizes of the groups whose sums went into it: of its holders', the most
@@ -179,6 +180,8 @@ class _Planner:
         self._plan, self._index = index.plan, index
         self._rank, self._batch, self._layout = rank, batch, layout
         self._dp = dp_index(layout)
+        edp = layout.axis("edp", "expert")
+        self._edp = 0 if edp is None else edp.index
         self._is_whole = all(
             axis.size == 1 for axis in layout.axes if axis.name not in ("dp", "pp", "vpp")
         )
@@ -225,7 +228,7 @@ class _Planner:
         holdings.append(
             Holding(
                 seen, stage, self._batch.key_of(row), facts.summand, facts.num_summands,
-                self._is_whole, at, [self._rank], sums, at,
+                self._is_whole, self._edp, at, [self._rank], sums, at,
             )
         )  # fmt: skip
         return number

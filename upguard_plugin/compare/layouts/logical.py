@@ -15,10 +15,11 @@ from itertools import pairwise
 import numpy as np
 
 from upguard_plugin.compare.layouts.alike import numbers_apart
-from upguard_plugin.compare.layouts.compared import Compared, LeftOut
+from upguard_plugin.compare.layouts.compared import Compared
 from upguard_plugin.compare.layouts.gathering import GatheredStep, Gathering, StepOf
 from upguard_plugin.compare.layouts.held import Bools, WholePlan
 from upguard_plugin.compare.layouts.holdings import Ints
+from upguard_plugin.compare.layouts.left_out import LeftOut
 from upguard_plugin.compare.layouts.merge import LogicalStep, StepEvents, merge_step
 from upguard_plugin.compare.layouts.names import About, MergePlan, merge_plan
 from upguard_plugin.compare.layouts.sums import Sizes
@@ -89,6 +90,7 @@ class LogicalPair:
         compared = self._compared(merged[0], merged[1], units)
         if None not in steps and steps not in self._counted:  # else it is merged once more
             self.left_out.add(compared.left_out)
+            self.left_out.measure(compared.lost_pairs, *merged)
             self._counted.add(steps)
         ours, theirs = (
             self._in_order(side, step, one, rows)

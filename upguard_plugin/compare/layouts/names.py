@@ -54,6 +54,7 @@ class About:
     sums: Sizes  # sizes of the sums over ranks that went into it
     dims: tuple[str, ...] = ()  # their names in the placement
     num_shares: int = 1  # numbers that are added up
+    num_summands: int = 1  # more: ranks hold partial sums of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +244,7 @@ class _Planner:
             tuple(sorted({rank for part in parts for rank in part.ranks})),
             sums,
             assembly.dims,
+            num_summands=assembly.num_summands,
         )
 
     def _about_sum(self, name: Name, found: Sequence[int], num_shares: int) -> About:

@@ -26,7 +26,7 @@ _SAID_BY_EVERY_RANK = ("scalar", "data", "sample")  # not split unless a placeme
 _TENSOR = re.compile(r"b?float|complex|q?u?int|bool|bits")  # how the dtypes of tensors begin
 _SEVERAL = "the ranks' parts have several dtypes, or a placement is missing"
 _OTHER_VALUES = "ranks hold other values, and no placement says how they belong together"
-_UNKNOWN = "no placement is known"
+_UNKNOWN = "no placement is known (a rule for --place or for enable says it)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,6 @@ def _unplaced(parts: Sequence[Holding]) -> tuple[str | None, str | None]:
         return None, None
     is_setting = not key.shape or _TENSOR.match(key.dtype) is None  # a number, a word, None
     one_shape = len({part.key.shape for part in parts}) == 1
-    if (key.role in _SAID_BY_EVERY_RANK or is_setting) and one_shape:
-        return None, _OTHER_VALUES
+    if is_setting or (key.role in _SAID_BY_EVERY_RANK and one_shape):
+        return None if one_shape else _OTHER_VALUES, _OTHER_VALUES
     return _UNKNOWN, None

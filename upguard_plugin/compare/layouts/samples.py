@@ -41,9 +41,22 @@ def why_not_whole(parts: Sequence[Holding], joined: bool, in_line: bool) -> str 
     """Why the tensor is not that of all samples of a unit, in order; None where it is."""
     several = len({part.seen.place for part in parts}) > 1
     placements = [part.key.placement for part in parts]
-    cut = all(placement is not None and "dp" in placement.sharded for placement in placements)
+    axes = {"dp", "edp"} if several else {"dp"}  # ranks of edp may also have parts of one sample
+    cut = all(p is not None and not axes.isdisjoint(p.sharded) for p in placements)
+    several = several and (cut or not _is_of_all_places(parts))
     if not joined and not cut:
         return None
     # Of a batch, its samples tell more: the ranks that have an other one.
     is_batch = several and parts[0].key.role == "data"
     return OTHER_GROUPS if not in_line or several != cut or is_batch else None
+
+
+def _is_of_all_places(parts: Sequence[Holding]) -> bool:
+    """Whether the tensor has the tokens of all ranks, which hold parts of it or replicas.
+
+    So it is with experts that are cut over ranks with samples of their own. Ranks of `edp` have
+    tokens of their own.
+    """
+    placements = [part.key.placement for part in parts]
+    one_copy = len({part.edp for part in parts}) == 1
+    return one_copy and all(p is not None and p.mesh == "expert" for p in placements)
