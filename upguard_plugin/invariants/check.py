@@ -123,9 +123,10 @@ def _obstacles(run: Trace, ranks: Sequence[int], selection: Selection, anything:
     reasons = []
     missing = [rank for rank in run.missing_ranks if selection.has_rank(rank)]
     if missing:
+        others = f", or name the ranks to check: --ranks {','.join(map(str, run.ranks))}"
         reasons.append(
             f"missing ranks: {_listed(missing)} (found {_listed(run.ranks)}); copy the missing "
-            f"files, or name the ranks to check: --ranks {','.join(map(str, run.ranks))}"
+            f"files{others if run.ranks else ''}"
         )
     for rank in ranks:
         end = run.end(rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from upguard_plugin.check_report import Broken, CheckReport
+from upguard_plugin.report.places import when, where
 from upguard_plugin.report.plain import plain
 
 MAX_LISTED = 5  # breaks, suspects and notes; --verbose prints them all
@@ -29,7 +30,7 @@ def headline(report: CheckReport) -> str:
     """The answer in one line."""
     if report.broken:
         first = report.broken[0]
-        return f"BROKEN at {_when(first)}: {first.invariant}"
+        return f"BROKEN at {when(first)}: {first.invariant}"
     if report.answer == "undecided":
         return f"UNDECIDED: {report.notes[0]}"
     return f"UNBROKEN: {sum(report.checked.values())} checks of {_counted(report)}"
@@ -42,24 +43,10 @@ def _counted(report: CheckReport) -> str:
     return f"{coverage.events} events, {steps} of {ranks}"
 
 
-def _when(found: Broken) -> str:
-    parts = [f"step {found.step}"]
-    if found.iteration is not None and found.iteration != found.step:
-        parts[0] += f" (iteration {found.iteration})"
-    if found.microbatch is not None:
-        parts.append(f"micro-batch {found.microbatch}")
-    return ", ".join([*parts, found.phase])
-
-
 def _broken_rows(found: Broken) -> list[tuple[str, str]]:
-    boundary = found.boundary
-    if found.operator is not None:
-        boundary += f", operator {found.operator}"
-    if found.call:
-        boundary += f", call {found.call}"
     moment = "" if found.moment is None else f" at {found.moment}"
     rows = [
-        ("boundary", boundary),
+        ("boundary", where(found)),
         ("tensor", f"{found.role} {found.slot}{moment}"),
         ("ranks", ", ".join(map(str, found.ranks))),
         ("why", found.explanation),
@@ -114,7 +101,7 @@ def _never_rows(report: CheckReport, verbose: bool) -> list[tuple[str, str]]:
 def _line(found: Broken) -> str:
     ranks = ", ".join(map(str, found.ranks))
     return (
-        f"{_when(found)}: {found.boundary} {found.role} {found.slot} "
+        f"{when(found)}: {found.boundary} {found.role} {found.slot} "
         f"({found.invariant}, {'rank' if len(found.ranks) == 1 else 'ranks'} {ranks})"
     )
 
