@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run_pretrain_gpt.sh in all layouts that two processes on a CPU can have, a checkpoint written and
-# read, layouts compared with one process, and a planted bug that must be named. Takes half an hour on
-# two busy cores.
+# read, the run that read it compared with one that never stopped, layouts compared with one process,
+# and a planted bug that must be named. Takes half an hour on two busy cores.
 #
 #   OUT=runs run_every_layout.sh CHECKOUT [LAYOUT ...]      (default: all)
 set -uo pipefail
@@ -15,7 +15,7 @@ tp2="--tensor-model-parallel-size 2"
 flags() {
   case $1 in
     tp1) echo "$plain" ;;
-    tp2) echo "$plain $tp2" ;;
+    tp2 | whole) echo "$plain $tp2" ;;
     tp2-sp) echo "$tp2 --sequence-parallel" ;;  # with dropout
     sp | unmarked) echo "$plain $tp2 --sequence-parallel" ;;
     pp2) echo "$plain --pipeline-model-parallel-size 2" ;;
@@ -33,7 +33,7 @@ once() {  # LAYOUT: recorded one time
   ONLY=1 OUT=$out/$1 "$here/run_pretrain_gpt.sh" "$checkout" $(flags "$1") || failed=1
 }
 
-[[ $# -gt 0 ]] || set -- tp1 tp2 tp2-sp pp2 vpp2 dp2 ep2 save load across unmarked
+[[ $# -gt 0 ]] || set -- tp1 tp2 tp2-sp pp2 vpp2 dp2 ep2 save load resumed across unmarked
 for layout in "$@"; do
   echo "== $layout"
   case $layout in
@@ -42,6 +42,9 @@ for layout in "$@"; do
       for other in tp2 sp dp2; do
         upguard compare "$out/tp1/baseline" "$out/$other/baseline" || failed=1
       done ;;
+    resumed)
+      STEPS=5 once whole
+      upguard compare "$out/whole/baseline" "$out/load/baseline" || failed=1 ;;
     unmarked)
       PROGRAM=$here/unmarked_norm.py once unmarked
       upguard compare "$out/sp/baseline" "$out/unmarked/baseline"; [[ $? == 1 ]] || failed=1

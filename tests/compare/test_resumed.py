@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.compare.streams import answer
-from tests.memory_run import MemoryRun, replace
+from tests.memory_run import MemoryRun, batch, events, replace
 from tests.toy_training import Toy, flip, train
 from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.compare.selection import Selection
@@ -286,3 +286,23 @@ def test_other_weights_from_the_start_are_no_resume():
 
     assert answer(verdict) == "0 - start embed.weight param init"
     assert len(verdict.concurrent) == 14
+
+
+STEP = """
+    start   - param  fc.weight/value  w{0}
+    data    0 data   tokens/0         t{0}
+    forward 0 output fc/0             y{0}
+"""
+BARRIER = "    {} - input barrier[tp]/0 -  op=barrier moment=launch group=0,1:{}\n"
+
+
+@pytest.mark.parametrize(("phase", "expected"), [("start", "identical"), ("forward", "divergent")])
+def test_what_a_process_calls_to_get_ready_is_no_part_of_the_step_it_resumes_at(phase, expected):
+    ready = BARRIER.format("start", 0)
+    whole = [events(ready + STEP.format(0)), *(events(STEP.format(k)) for k in (1, 2, 3))]
+    again = [events(BARRIER.format(phase, 0) + STEP.format(2)), events(STEP.format(3))]
+    baseline = MemoryRun({0: [batch(k, e, iteration=k) for k, e in enumerate(whole)]}, "whole")
+    resumed = MemoryRun({0: [batch(k, e, iteration=2 + k) for k, e in enumerate(again)]}, "again")
+
+    assert compare_runs(baseline, resumed).verdict == expected
+    assert compare_runs(resumed, baseline).verdict == expected

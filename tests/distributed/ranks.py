@@ -115,6 +115,7 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, store: str, timeout_s: i
             function, args = pipe.recv()
         except (EOFError, ConnectionResetError):
             break
+        torch.manual_seed(0)  # whatever was called before
         # A rank that hangs says where before its process is ended.
         faulthandler.dump_traceback_later(timeout_s - 10)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from zero_redundancy_training import STEPS, saves_and_loads, train
+from zero_redundancy_training import STEPS, overlapped, saves_and_loads, train
 
 from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.compare.selection import Selection
@@ -79,3 +79,28 @@ def test_what_a_rank_loads_of_the_states_is_what_it_was_given(two_ranks, tmp_pat
 
     assert report.broken == []
     assert report.checked["saved-is-loaded"] >= 2 * 6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["module", "op"])
+def test_steps_that_overlap_with_backward_are_seen_and_nothing_is_broken(
+    two_ranks, tmp_path, level
+):
+    bare = two_ranks.run(overlapped, None, level)
+    for name in ("baseline", "target"):
+        assert two_ranks.run(overlapped, str(tmp_path / name), level) == bare
+
+    baseline, target = (open_trace(tmp_path / name) for name in ("baseline", "target"))
+    report = check(tmp_path / "baseline")
+
+    assert compare_runs(baseline, target).verdict == "identical"
+    assert ([one.explanation for one in report.broken], report.suspects) == ([], [])
+    assert report.checked["replicas-agree"] > 0
+    batch = baseline.read(0, STEPS + 1)
+    keys = [batch.key_of(row) for row in range(len(batch))]
+    assert {"optimizer_state", "param"} <= {key.role for key in keys if key.phase == "start"}
+    weights = [baseline.read(0, step) for step in (STEPS, STEPS + 1)]
+    moved = [
+        {int(b.h[row]) for row in range(len(b)) if b.key_of(row).role == "param"} for b in weights
+    ]
+    assert moved[0] != moved[1]

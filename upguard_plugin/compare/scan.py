@@ -194,6 +194,8 @@ def _restricted(
     chosen = chosen_b[pairing.baseline.key[pairing.baseline_rows]]
     alone_b = _wanted(pairing.baseline, pairing.baseline_alone, chosen_b, settings)
     alone_t = _wanted(pairing.target, pairing.target_alone, chosen_t, settings)
+    alone_b = _without_set_up(pairing.baseline, pairing.target, alone_b)
+    alone_t = _without_set_up(pairing.target, pairing.baseline, alone_t)
     scan.filtered += int((~chosen).sum())
     scan.filtered += len(pairing.baseline_alone) - len(alone_b)
     scan.filtered += len(pairing.target_alone) - len(alone_t)
@@ -245,6 +247,14 @@ def _wanted(side: Side, rows: Ints, chosen: Bools, settings: Settings) -> Ints:
     if settings.is_stage:
         wanted &= ~np.isin(side.columns.role[key], _ONCE_AT_STAGE)
     return rows[wanted]
+
+
+def _without_set_up(side: Side, other: Side, rows: Ints) -> Ints:
+    """Lonely rows without the collectives by which a process gets ready, where the other was."""
+    if side.batch.step or not other.batch.step:
+        return rows
+    key, columns = side.key[rows], side.columns
+    return rows[~columns.is_collective[key] | (columns.phase[key] != PHASE_NUMBER["start"])]
 
 
 def _count_pairs(

@@ -33,10 +33,12 @@ from upguard_plugin.errors import UsageError
 _KEY = torch._C.DispatchKey.BackendSelect
 _CPU = torch.device("cpu")
 _PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
-# Of these the backend for the CPU writes the outputs behind the back of their version counters.
+# Of these the backend for the CPU writes the outputs behind the back of their version counters, but
+# for a division that stands behind a sum.
 _UNCOUNTED = frozenset(
     ("allreduce_", "broadcast_", "reduce_", "alltoall_base_", "scatter_", "recv_")
-)  # fmt: skip
+)
+_DIVIDING = frozenset(("avg", "premul_sum"))
 
 
 class CollectiveProbe:
@@ -216,7 +218,10 @@ def _flight_of(launch: Launch, work: Work, made: Sequence[Reserved], on_cpu: boo
     outputs = outputs_of(
         origin,
         ((one.slot, one.memory) for one in made),
-        counts=in_sight and on_cpu and launch.operator in _UNCOUNTED,
+        counts=in_sight
+        and on_cpu
+        and launch.operator in _UNCOUNTED
+        and launch.plan.reduce_op not in _DIVIDING,
     )
     return Flight(work if in_sight else None, outputs, in_sight, on_cpu)
 
