@@ -106,14 +106,16 @@ class Recorder(Recording):
         if key == NONE:
             return NONE
         with self._lock:
-            if same_as >= self._rows.first_seq:
-                taken, writer = self._rows.slot_of(same_as), NONE
+            rows = self._rows
+            if same_as != NONE and same_as >= rows.first_seq:
+                taken, writer = rows.slot_of(same_as), NONE
             else:
                 taken, writer = self._slots.of(key, tensor, placement, storage)
-            if taken == NONE:
-                return NONE
-            producer = writer if producer == NONE else producer
-            seq = self._add(key, microbatch, call, producer, taken)
+                if taken == NONE:
+                    return NONE
+            if microbatch is None:
+                microbatch = self.position.microbatch
+            seq = rows.add(key, microbatch, call, writer if producer == NONE else producer, taken)
             if self._dumps.active:
                 self._dumps.keep(seq, self._rows.boundary_of(key), tensor)
             return seq

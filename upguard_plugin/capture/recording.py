@@ -108,6 +108,6 @@ class Recording:
     def _take_batch(self, mark: str | None) -> EventBatch | None:
         hashes = self._queue.take()
         if self.storages is not None:
-            self.storages.forget_hashes()  # slots are numbered anew in each step
+            self.storages.end_step()  # slots are numbered anew in each step
         batch = self._rows.take(hashes, self.position, mark)
         return batch if self.active else None
