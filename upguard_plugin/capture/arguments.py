@@ -34,6 +34,11 @@ def expect_microbatch(k: object) -> None:
         raise ConfigError(f"cannot call guard.microbatch: k is {k}; micro-batches count from 0")
 
 
+def is_scalar(value: object) -> bool:
+    """Whether `guard.scalar` takes it."""
+    return isinstance(value, (*NUMBER, Tensor))
+
+
 def expect_scalar(name: object, value: object) -> None:
     """Raises ConfigError for what is no number under a name."""
     expect("guard.scalar", "the name", name, str, "text")
