@@ -31,6 +31,7 @@ PART_OF = {
     "exact_functions": "exact",
     "fingerprint.reference": "reference",
     "fingerprint.keys": "reference",
+    "fingerprint.adding": "reference",
     "fingerprint.sketch": "reference",
 }
 BELOW = {

@@ -75,6 +75,9 @@ class CheckReport(Report):
     broken: list[Broken] = Field(description="in the order in which they happened")
     checked: dict[str, int] = Field(description="invariant -> how often it was applied")
     never_applied: list[str] = Field(description="invariants that had nothing to check")
+    why_never: dict[str, list[str]] = Field(
+        description="reason -> those of `never_applied` that it holds for"
+    )
     not_applied: dict[str, dict[str, int]] = Field(
         description="invariant -> why it could not be applied -> how often"
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from upguard_plugin.capture.names import clean_name
-from upguard_plugin.capture.pauses import paused
+from upguard_plugin.capture.pauses import aside, paused
 from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.restores import RestoreProbe
 from upguard_plugin.capture.shield import shielded
@@ -81,6 +81,11 @@ class CheckpointProbe:
     def paused(self) -> AbstractContextManager[None]:
         """For the time in which a library writes or reads: nothing of that is recorded."""
         return paused(self.recorder)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """For a thread that writes while the training goes on."""
+        is_here = threading.get_ident() == self._thread
+        return nullcontext() if is_here else aside(self.recorder)
 
     @shielded
     def record_file(

@@ -13,6 +13,7 @@ from upguard_plugin.report.places import when, where
 from upguard_plugin.report.plain import plain
 
 MAX_LISTED = 5  # breaks, suspects and notes; --verbose prints them all
+MAX_NAMED = 3  # invariants that were never applied for one reason
 _WIDTH = 9
 
 
@@ -71,8 +72,7 @@ def _ending_rows(report: CheckReport, verbose: bool) -> list[tuple[str, str]]:
     rows += _listed("suspect", [found.explanation for found in report.suspects], verbose)
     checked = ", ".join(f"{count} {name}" for name, count in report.checked.items())
     rows.append(("checked", checked or "nothing"))
-    if report.never_applied:
-        rows.append(("never", ", ".join(report.never_applied)))
+    rows += _never_rows(report, verbose)
     reasons = [
         f"{name}: {reason} ({count} times)"
         for name, counts in report.not_applied.items()
@@ -85,6 +85,17 @@ def _ending_rows(report: CheckReport, verbose: bool) -> list[tuple[str, str]]:
         rows.append(("skipped", f"{count} checks that could not be made (--verbose: why)"))
     notes = report.notes[1:] if report.answer == "undecided" else report.notes
     return rows + _listed("note", notes, verbose)
+
+
+def _never_rows(report: CheckReport, verbose: bool) -> list[tuple[str, str]]:
+    """A line for each reason; a few names are told, many are counted."""
+    rows: list[tuple[str, str]] = []
+    for reason, names in report.why_never.items():
+        listed = ", ".join(names)
+        if len(names) > MAX_NAMED and not verbose:
+            listed = f"{len(names)} invariants (--verbose: which)"
+        rows.append(("" if rows else "never", f"{listed}: {reason}"))
+    return rows
 
 
 def _line(found: Broken) -> str:
