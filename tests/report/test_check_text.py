@@ -92,7 +92,7 @@ def test_why_invariants_were_never_applied_is_one_line_a_reason(tmp_path, capsys
 
     why = "it compares ranks, and one rank was recorded"
     assert short == f"  never      10 invariants (--verbose: which): {why}"
-    assert whole.startswith("  never      parts-differ, outputs-agree, received-is-sent, ")
+    assert whole.startswith("  never      replicas-agree, parts-differ, received-is-sent, ")
     assert whole.endswith(f", streams-differ: {why}")
 
 
