@@ -86,6 +86,10 @@ class MegatronPlacements(Placements):
         """The axes over which a parameter's gradient is a partial sum while it is accumulated."""
         return ("dp", "cp", "edp", *self._partial.get(boundary, ()))
 
+    def idle(self) -> list[str]:
+        """The user's rules that no boundary was named by; Megatron's are for every model."""
+        return self._user.idle()
+
     def set_batch_size(self, size: int) -> None:
         """Samples of a micro-batch on this rank, by which tokens in one dim are told apart."""
         if self._dims.get("b") != size:

@@ -108,7 +108,12 @@ class _Seam:
         return result
 
     def _end_step(self, guard: Guard, result: Any, iteration: int | None) -> None:
+        from upguard_plugin.capture.arguments import is_scalar  # slow to load, but for a guard
+
         losses = result[0] if isinstance(result, tuple) and result else None
         for name, loss in losses.items() if isinstance(losses, dict) else ():
-            guard.scalar(f"{name} (reduced)", loss)
+            if is_scalar(loss):
+                guard.scalar(f"{name} (reduced)", loss)
+            else:
+                guard.recorder.note(f"{name}: a {type(loss).__name__} is no loss and not recorded")
         guard.step(iteration=iteration)

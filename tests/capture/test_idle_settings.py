@@ -53,6 +53,19 @@ def test_what_names_nothing_is_said_and_nothing_else(tmp_path, capsys, settings,
     assert told(tmp_path, capsys, settings) == expected
 
 
+def test_rules_of_placements_that_name_nothing_are_said(tmp_path, capsys):
+    model = nn.Sequential(nn.Linear(2, 2))
+    rules = {"0.weight": "o i", "*.bias": "o", "0": {"input": "b i"}, "wieght": "o i"}
+    with guarded(tmp_path / "run", model, placements=rules) as guard:
+        model(torch.ones(1, 2)).sum().backward()
+        guard.step()
+
+    slip = "placements has 'wieght', and no boundary without one of its own is called like that"
+    notes = Recorded(tmp_path / "run").end.notes
+    assert [n for n in notes if n.startswith(NEVER_FIRED)] == [f"{NEVER_FIRED}{slip}"]
+    assert f"upguard: {slip}" in capsys.readouterr().err.splitlines()
+
+
 def test_a_run_that_ends_before_its_first_step_blames_no_setting(tmp_path, capsys):
     assert told(tmp_path, capsys, {"steps": "5"}, num_steps=0) == []
 

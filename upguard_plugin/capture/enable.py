@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from upguard_plugin.capture.arguments import expect_setup
 from upguard_plugin.capture.guard import Guard
 from upguard_plugin.capture.idle_settings import idle_ranks
 from upguard_plugin.capture.models import named_models
@@ -53,6 +54,7 @@ def enable(
     models = named_models(model)
     optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     optimizers = tuple(o for o in optimizers if o is not None)
+    expect_setup(optimizers, tied)
     place = layout_of(layout, rank, world_size)
     rules = placements if isinstance(placements, Placements) else Placements(placements, place)
     stages = place.axis("pp")

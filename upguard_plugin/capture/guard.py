@@ -13,18 +13,25 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from upguard_plugin.capture.arguments import (
+    expect_batch,
+    expect_event,
+    expect_microbatch,
+    expect_scalar,
+    expect_step,
+)
 from upguard_plugin.capture.checkpoints import CheckpointProbe
 from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
-from upguard_plugin.capture.idle_settings import idle_globs
+from upguard_plugin.capture.idle_settings import idle_globs, idle_placements
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
 from upguard_plugin.capture.operators.probe import OperatorProbe
@@ -36,10 +43,9 @@ from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.slices import FlatTensors
 from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig
-from upguard_plugin.errors import ConfigError
 from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.fingerprint.parts import is_composite
-from upguard_plugin.records import NEVER_FIRED, PHASES, ROLES, Layout, Placement
+from upguard_plugin.records import NEVER_FIRED, Layout, Placement
 
 
 class Guard:
@@ -135,9 +141,11 @@ class Guard:
         """Say that an optimizer step is over; the next event belongs to the next step.
 
         iteration: the framework's own number of the step that ends. mark: "skipped" or "rerun".
+        Raises ConfigError for other types, at step 0.
         """
+        expect_step(iteration, mark)
         if iteration is not None:
-            self.position.iteration = iteration
+            self.position.iteration = int(iteration)
         if self._begun:
             self.states.record_end()
         self._begun = False
@@ -145,16 +153,23 @@ class Guard:
         self.mark = None
         self.recorder.select(self.config.selected_step(self.position.step))
 
+    @shielded
     def microbatch(self, k: int) -> None:
-        """Say that micro-batch k of the step begins; k counts from 0."""
-        self.position.microbatch = k
+        """Say that micro-batch k of the step begins; k counts from 0.
+
+        Raises ConfigError for anything else, at step 0.
+        """
+        expect_microbatch(k)
+        self.position.microbatch = int(k)
 
     @shielded
     def data(self, name: str, tensor: Any, batch_dim: int = 0) -> None:
         """Record a batch that the model does not receive itself, whole and per sample.
 
         tensor: a tensor, or a nested structure of them; batch_dim: the dim that counts samples.
+        Raises ConfigError for a name that is no text, at step 0.
         """
+        expect_batch(name, batch_dim)
         if self.recorder.active:
             self.begin_step_if_needed()
             self.batches.record(name, tensor, batch_dim)
@@ -164,7 +179,9 @@ class Guard:
         """Record a number or a tensor with one element: a loss, a gradient norm.
 
         Never waits for a GPU: of a tensor there only the fingerprint is kept, not the value.
+        Raises ConfigError for what is no number, at step 0.
         """
+        expect_scalar(name, value)
         if not self.recorder.active:
             return
         self.begin_step_if_needed()
@@ -194,14 +211,12 @@ class Guard:
         """Record any tensor at a boundary of your own; the n-th time in a step is its call n.
 
         placement: a spec in the placement grammar; without one the rules given to `enable` apply.
-        Raises ConfigError for an unknown role or phase, PlacementError for a misfit, at step 0.
+        Raises ConfigError for what is no tensor and for an unknown role or phase, PlacementError
+        for a misfit, at step 0.
         """
+        expect_event(boundary, tensor, role, slot, phase, placement)
         if not self.recorder.active:
             return
-        if role not in ROLES or (phase is not None and phase not in PHASES):
-            raise ConfigError(
-                f"cannot observe {boundary}: unknown role {role!r} or phase {phase!r}"
-            )
         self.begin_step_if_needed()
         if isinstance(placement, str):
             placement = self.placements.resolve(placement, boundary, tensor.shape)
@@ -234,8 +249,14 @@ class Guard:
         atexit.unregister(self._close_at_exit)
         for probe in reversed(self.probes):
             probe.detach()
-        self._tell(self.recorder.idle(self.config))
+        self._tell(self._idle())
         self.recorder.close()
+
+    def _idle(self) -> Iterator[str]:
+        """What is to be said at the end of settings that named nothing."""
+        if self.position.step and not self.recorder.failure:
+            yield from self.recorder.idle(self.config)
+            yield from idle_placements(self.config, self.placements.idle())
 
     def _tell(self, idle: Iterable[str]) -> None:
         """Say what was asked for and is not there, in the trace and to the user."""

@@ -6,7 +6,7 @@ Out: one sentence for each, most often about a slip.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from upguard_plugin.capture.names import ParameterNames
@@ -35,11 +35,18 @@ def idle_ranks(config: UpGuardConfig, world_size: int) -> Iterator[str]:
 
 def idle_steps(config: UpGuardConfig, num_steps: int, num_recorded: int) -> Iterator[str]:
     """What is to be said of a run of which no step was recorded."""
-    if num_steps and not num_recorded:
+    if not num_recorded:
         yield (
             f"the setting steps is {config.steps!r}, and the run had {_count(num_steps, 'step')}: "
             "nothing was recorded"
         )
+
+
+def idle_placements(config: UpGuardConfig, idle: Iterable[str]) -> Iterator[str]:
+    """What is to be said of rules that named no boundary, if all boundaries were recorded."""
+    chosen = config.modules or config.roles or config.phases or config.steps
+    for name in idle if config.level != "stage" and not chosen else ():
+        yield f"placements has {name!r}, and no boundary without one of its own is called like that"
 
 
 def _count(number: int, thing: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from upguard_plugin.capture.arguments import expect
 from upguard_plugin.errors import ConfigError, PlacementError
 from upguard_plugin.placement import parse_placement, replicated, resolve_placement, without_dim
 from upguard_plugin.records import ROLES, Axis, Layout, Placement
@@ -33,6 +34,7 @@ def layout_of(layout: Layout | Mapping[str, Any] | None, rank: int, world_size: 
     """
     if isinstance(layout, Layout):
         return layout
+    expect("enable", "layout", layout, (Mapping, type(None)), "a dict of axes")
     axes = []
     for name, given in (layout or {}).items():
         if isinstance(given, int):
@@ -44,6 +46,8 @@ def layout_of(layout: Layout | Mapping[str, Any] | None, rank: int, world_size: 
                 )
             ranks = tuple(range(world_size)) if given == world_size else (rank,)
         else:
+            kinds = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
+            expect("enable", f"axis {name!r} of layout", given, kinds, "a ProcessGroup or a size")
             ranks = tuple(torch.distributed.get_process_group_ranks(given))
         if rank not in ranks:
             raise ConfigError(
@@ -81,8 +85,11 @@ class Placements:
         is often another (a replica's gradient may be a partial sum). Raises PlacementError or
         ConfigError for a rule that cannot be read.
         """
+        kinds = (Mapping, type(None))
+        expect("enable", "placements", rules, kinds, "a dict of boundaries and specs")
         self.parameters: Mapping[str, torch.Tensor] = {}  # those of the models, by name
         self._rules = dict(rules or {})
+        self._used: set[str] = set()  # names of rules
         self._slices: dict[str, Slice] = {}
         self._layout = layout
         self._replicas = any(axis.name == "dp" for axis in layout.axes)
@@ -131,6 +138,10 @@ class Placements:
         self._slices[name] = cut
         self._found.clear()
 
+    def idle(self) -> list[str]:
+        """The user's rules that no boundary was named by, up to now."""
+        return [name for name in self._rules if name not in self._used]
+
     def resolve(self, spec: str, boundary: str, shape: torch.Size) -> Placement:
         """A spec that was given with the tensor. Raises PlacementError if it does not fit.
 
@@ -172,13 +183,16 @@ class Placements:
         return self._fitted(flat, boundary, shape, cut.whole_shape)
 
     def _spec(self, boundary: str, role: str, slot: str) -> str | None:
-        rule = self._rules.get(boundary)
-        if rule is None:
-            matches = (r for name, r in self._rules.items() if fnmatchcase(boundary, name))
-            rule = next(matches, None)
+        name = boundary if boundary in self._rules else None
+        if name is None:
+            name = next((glob for glob in self._rules if fnmatchcase(boundary, glob)), None)
+        if name is None:
+            return None
+        self._used.add(name)
+        rule = self._rules[name]
         if isinstance(rule, str):
             return None if role in _GRADIENTS else rule
-        rule = rule.get(role) if rule is not None else None
+        rule = rule.get(role)
         return rule.get(slot) if isinstance(rule, Mapping) else rule
 
 

@@ -98,10 +98,8 @@ class Recording:
 
     def idle(self, config: UpGuardConfig) -> list[str]:
         """What is to be said of settings that named nothing in the steps that are over."""
-        num_steps = self.position.step
-        if self.failure or not num_steps:
-            return []
-        return list(idle_steps(config, num_steps, self._num_recorded)) or list(self._dumps.idle())
+        steps = list(idle_steps(config, self.position.step, self._num_recorded))
+        return steps or list(self._dumps.idle())
 
     def close(self) -> None:
         """Write what is finished, then end the trace. An unfinished step is not written."""
