@@ -10,18 +10,18 @@ import re
 from collections.abc import Mapping, Sequence
 
 from upguard_plugin.compare.layouts.parts import Part
-from upguard_plugin.compare.layouts.units import Place, SideUnits
+from upguard_plugin.compare.layouts.units import Place, SideUnits, is_number
 from upguard_plugin.errors import PlacementError
 from upguard_plugin.records import EventKey, Layout
 
 OTHER_GROUPS = "the runs put the same samples into other micro-batches"
 _NOT_SUMMED = "gradients that the ranks have not summed yet"
-_OF_A_SAMPLE = re.compile(r"(.*\[)(\d+)(\])$")  # a slot: "0[3]" is sample 3 of slot "0"
+_OF_A_SAMPLE = re.compile(r"(.*\[)([0-9]{1,9})(\])$")  # a slot: "0[3]" is sample 3 of slot "0"
 
 
 def slot_in_unit(key: EventKey, place: Place, units: SideUnits) -> str:
     """The slot, with the number that a sample has in its unit."""
-    if key.role == "sample":
+    if key.role == "sample" and is_number(key.slot):
         return str(units.position(place, int(key.slot)))
     if not key.slot.endswith("]"):
         return key.slot

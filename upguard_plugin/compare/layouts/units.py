@@ -109,7 +109,7 @@ def _held(batches: Mapping[int, EventBatch], dp_index: Mapping[int, int]) -> Hel
     parts: dict[Place, dict[int, dict[str, dict[object, tuple[int, int]]]]] = {}
     for rank in sorted(batches):
         batch = batches[rank]
-        is_sample = [key.role == "sample" for key in batch.keys]
+        is_sample = [key.role == "sample" and is_number(key.slot) for key in batch.keys]
         for row, number in enumerate(batch.key.tolist()):
             if not is_sample[number]:
                 continue
@@ -125,6 +125,11 @@ def _held(batches: Mapping[int, EventBatch], dp_index: Mapping[int, int]) -> Hel
         ]
         for place, samples in parts.items()
     }
+
+
+def is_number(slot: str) -> bool:
+    """Whether a slot is the number of a sample. A damaged trace may hold any text."""
+    return slot.isascii() and slot.isdecimal() and len(slot) < 10
 
 
 def _added(values: Collection[tuple[int, int]]) -> tuple[int, int]:
