@@ -21,6 +21,7 @@ from upguard_plugin.trace.batch import NONE
 NAMES = ("aten.mul", "aten.add", "aten.gelu", "aten.mm")
 BOUNDARIES = ("fc1", "fc2", "layer")
 NUM_CALLS = 24
+ADDED = 99  # its number in the edited program
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def program_of(rng: random.Random) -> list[Call]:
         takes = (number - 1, *rng.sample(others, rng.randrange(2)))
         boundary = BOUNDARIES[number * len(BOUNDARIES) // NUM_CALLS]
         calls.append(Call(rng.choice(NAMES), boundary, takes, number))
-    return calls
+    return [*calls, Call("aten.mean", "(root)", (NUM_CALLS - 1,), NUM_CALLS)]
 
 
 def events_of(calls: list[Call]) -> list[Event]:
@@ -76,12 +77,12 @@ def fed(call: Call, old: int, new: int) -> Call:
 
 def edited(rng: random.Random, calls: list[Call], how: str) -> tuple[list[Call], Call]:
     """The edited program, and the call of either program that is the answer."""
-    place = rng.randrange(2, NUM_CALLS - 2)  # what it makes is read, and that is read again
+    place = rng.randrange(2, NUM_CALLS)
     chosen = calls[place]
     before, behind = calls[:place], calls[place + 1 :]
     if how == "extra":
-        added = Call(rng.choice(NAMES), chosen.boundary, (place,), NUM_CALLS)
-        return [*before, chosen, added, *(fed(call, place, NUM_CALLS) for call in behind)], added
+        added = Call(rng.choice(NAMES), chosen.boundary, (place,), ADDED)
+        return [*before, chosen, added, *(fed(call, place, ADDED) for call in behind)], added
     if how == "missing":
         return [*before, *(fed(call, place, place - 1) for call in behind)], chosen
     if how == "replaced":
@@ -127,9 +128,9 @@ def test_the_edited_operator_is_the_answer(how, seed):
 def test_copies_are_never_the_answer(seed):
     rng = random.Random(f"copies {seed}")
     calls = program_of(rng)
-    place = rng.randrange(2, NUM_CALLS - 1)
-    copy = Call("aten.clone", calls[place].boundary, (place,), NUM_CALLS)
-    behind = [fed(call, place, NUM_CALLS) for call in calls[place + 1 :]]
+    place = rng.randrange(2, NUM_CALLS)
+    copy = Call("aten.clone", calls[place].boundary, (place,), ADDED)
+    behind = [fed(call, place, ADDED) for call in calls[place + 1 :]]
     target = [*calls[: place + 1], copy, *behind]
 
     verdict = compared(calls, target)
