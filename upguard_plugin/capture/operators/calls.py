@@ -145,6 +145,8 @@ class OperatorCalls:
         if operator.makes_uninitialised:
             self._made_blank(arguments, result)
             return
+        if operator.copies and self._copied_blank(arguments, result):
+            return
         if operator.written:
             for argument in arguments:
                 if argument.key in operator.written:
@@ -160,6 +162,10 @@ class OperatorCalls:
             if operator.written and any(a.tensor is returned.tensor for a in arguments):
                 continue  # its version counter has not moved yet: it must not be looked up now
             returned.storage = self.storages.find(returned.tensor)
+            if returned.element in operator.scratch:
+                if returned.storage is not None:
+                    returned.storage.make_blank()
+                continue
             if returned.storage not in known or operator.writes_its_result:
                 self._written(running, returned, None)
                 if operator.writes_its_result:
@@ -189,6 +195,18 @@ class OperatorCalls:
             storage = self.storages.find(returned.tensor)
             if storage is not None:
                 storage.make_blank()
+
+    def _copied_blank(self, arguments: list[Argument], result: Any) -> bool:
+        """Whether an operator copied memory that nobody wrote: what it made is none of the run."""
+        source = self.storages.find(arguments[-1].tensor)
+        if source is None or source.has_value(arguments[-1].tensor):
+            return False
+        copy = self.storages.find(result)
+        if copy is not None and len(arguments) == 1:
+            copy.make_blank()
+        elif copy is not None:
+            copy.known.clear()
+        return True
 
     def _running(
         self, operator: Operator, place: Place, phase: str, arguments: list[Argument]
