@@ -9,8 +9,9 @@ import numpy as np
 from upguard_plugin.compare.chain import Chain
 from upguard_plugin.compare.evidence import Scene
 from upguard_plugin.compare.keys import is_operator
-from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.references import event_ref
+from upguard_plugin.compare.sides import Side
 from upguard_plugin.records import EventKey
 from upguard_plugin.verdict import Change
 

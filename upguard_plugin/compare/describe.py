@@ -7,9 +7,10 @@ import numpy as np
 from upguard_plugin.compare.causes import Cause
 from upguard_plugin.compare.changes import change_of, sentence_of
 from upguard_plugin.compare.evidence import Scene
-from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.ranks import Origin
 from upguard_plugin.compare.references import event_ref, group_ref, or_none, source_ref
+from upguard_plugin.compare.sides import Side
 from upguard_plugin.fingerprint.sketch import EPSILON
 from upguard_plugin.verdict import Distance, Divergence, TensorSide
 

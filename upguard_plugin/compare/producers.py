@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.compare.keys import ROLE_NUMBER, called
-from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.pairing import Pairing
+from upguard_plugin.compare.sides import Side
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
