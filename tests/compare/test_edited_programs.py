@@ -84,12 +84,12 @@ def edited(rng: random.Random, calls: list[Call], how: str) -> tuple[list[Call],
         added = Call(rng.choice(NAMES), chosen.boundary, (place,), ADDED)
         return [*before, chosen, added, *(fed(call, place, ADDED) for call in behind)], added
     if how == "missing":
-        return [*before, *(fed(call, place, place - 1) for call in behind)], chosen
+        return [*before, *(fed(call, place, chosen.takes[0]) for call in behind)], chosen
     if how == "replaced":
         name = rng.choice([name for name in (*NAMES, "aten.silu") if name != chosen.name])
         return [*before, replace(chosen, name=name), *behind], chosen
-    others = [taken for taken in range(place - 1) if taken not in chosen.takes]
-    return [*before, fed(chosen, place - 1, rng.choice([*others, -1])), *behind], chosen
+    others = [taken for taken in range(-1, place) if taken not in chosen.takes]
+    return [*before, fed(chosen, chosen.takes[0], rng.choice(others)), *behind], chosen
 
 
 def compared(baseline: list[Call], target: list[Call]):
@@ -122,6 +122,59 @@ def test_the_edited_operator_is_the_answer(how, seed):
     if first.role == "output":
         assert told.fingerprint == result_of(target if how == "extra" else calls, answer.number)
     assert first.inputs_equal is not False
+
+
+def graph_of(rng: random.Random) -> list[Call]:
+    """Operators of which many could run in another order; all results are added up in the end."""
+    calls: list[Call] = []
+    for number in range(NUM_CALLS):
+        others = range(max(-2, number - 8), number)
+        takes = tuple(rng.sample(others, min(len(others), rng.randrange(1, 3))))
+        boundary = BOUNDARIES[number * len(BOUNDARIES) // NUM_CALLS]
+        calls.append(Call(rng.choice(NAMES), boundary, takes, number))
+    taken = {number for call in calls for number in call.takes}
+    ends = [number for number in range(NUM_CALLS) if number not in taken]
+    for number, end in enumerate(ends, NUM_CALLS):
+        takes = (end,) if number == NUM_CALLS else (number - 1, end)
+        calls.append(Call("aten.sum", "(root)", takes, number))
+    return calls
+
+
+def shuffled(rng: random.Random, calls: list[Call], times: int) -> list[Call]:
+    """The same values, with neighbours exchanged and copies made."""
+    for number in range(100, 100 + times):
+        place = rng.randrange(1, len(calls) - 1)
+        one, other = calls[place : place + 2]
+        if rng.random() < 0.3:
+            copy = Call("aten.clone", one.boundary, (one.number,), number)
+            behind = [fed(call, one.number, number) for call in calls[place + 1 :]]
+            calls = [*calls[: place + 1], copy, *behind]
+        elif one.number not in other.takes:
+            calls = [*calls[:place], other, one, *calls[place + 2 :]]
+    return calls
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_operators_that_changed_places_are_no_difference(seed):
+    rng = random.Random(f"places {seed}")
+    calls = graph_of(rng)
+
+    verdict = compared(calls, shuffled(rng, calls, 4))
+
+    assert verdict.coverage.differ == 0
+    assert verdict.first_divergence is None or verdict.first_divergence.kind == "structure"
+
+
+@pytest.mark.parametrize("how", ["extra", "missing", "replaced", "rewired"])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_edited_operator_is_the_answer_among_those_that_changed_places(how, seed):
+    rng = random.Random(f"{how} among others {seed}")
+    calls = graph_of(rng)
+    target, answer = edited(rng, calls, how)
+
+    first = compared(calls, shuffled(rng, target, 3)).first_divergence
+
+    assert (first.boundary, first.operator) == (answer.boundary, answer.name), first.explanation
 
 
 @pytest.mark.parametrize("seed", range(10))
