@@ -56,6 +56,7 @@ def record(
     loss_of: Edit = same,
     before_update: Callable[[nn.Module], None] = lambda model: None,
     after_step: Callable[[nn.Module], None] = lambda model: None,
+    capture: dict[str, object] | None = None,
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD,
     **options: bool,
 ) -> Path:
@@ -64,7 +65,7 @@ def record(
         Block(same, F.gelu, same), Block(first, activation, last), Block(same, F.gelu, same)
     )
     optimizer = optimizer_class(model.parameters(), lr=0.1, **({"foreach": False} | options))
-    config = {"level": "op", "output_dir": str(output), "program": output.name}
+    config = {"level": "op", "output_dir": str(output), "program": output.name} | (capture or {})
     with upguard_plugin.enable(model, optimizer, config) as guard:
         for step in range(NUM_STEPS):
             optimizer.zero_grad()
@@ -184,3 +185,29 @@ def test_what_computes_the_same_is_structure_and_no_value_is_blamed(clean, tmp_p
     first = found(clean, record(tmp_path / "copied", first=lambda h: h.clone()))
 
     assert (first["kind"], first["change"]) == ("structure", None)
+
+
+def test_where_only_a_part_is_recorded_only_what_is_seen_is_claimed(tmp_path):
+    """The operator lies in block 1: where that is not recorded, nothing is said of operators."""
+    runs = {}
+    for modules in ("1", "2"):
+        capture = {"modules": [modules]}
+        runs[modules] = found(
+            record(tmp_path / f"clean{modules}", capture=capture),
+            record(tmp_path / f"extra{modules}", first=lambda h: h * 1.5, capture=capture),
+        )
+
+    assert (runs["1"]["operator"], runs["1"]["change"]["how"]) == ("aten.mul", "extra")
+    assert (runs["2"]["boundary"], runs["2"]["role"]) == ("2", "input")
+    assert runs["2"]["change"] is None
+
+
+def test_without_recorded_inputs_nothing_is_claimed(tmp_path):
+    capture = {"roles": ["output"]}
+    first = found(
+        record(tmp_path / "clean", capture=capture),
+        record(tmp_path / "extra", first=lambda h: h * 1.5, capture=capture),
+    )
+
+    assert (first["boundary"], first["role"], first["change"]) == ("1", "output", None)
+    assert first["inputs_equal"] is None

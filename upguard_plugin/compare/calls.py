@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from upguard_plugin.compare.keys import ROLE_NUMBER, called
-from upguard_plugin.compare.sides import Ints, Side, Words
+from upguard_plugin.compare.sides import Bools, Ints, Side, Words, rows_without
 
 # Odd numbers, to tell apart what is added up.
 _MIX = [np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xBF58476D1CE4E5B9)]
@@ -26,7 +26,8 @@ _MOST = 1 << 20  # micro-batches, and calls of one operator in one of them: more
 def pair_calls(baseline: Side, target: Side, rows_b: Ints, rows_t: Ints) -> tuple[Ints, Ints]:
     """Pairs of rows in, pairs of rows out, in the baseline's order."""
     equal = baseline.hint()[rows_b] == target.hint()[rows_t]
-    if equal.all() and len(rows_b) == len(baseline.batch) == len(target.batch):
+    open_b = rows_without(rows_b[equal], len(baseline.batch))
+    if not _are_calls(baseline)[open_b].any():
         return rows_b, rows_t
     names: dict[Hashable, int] = {}
     calls = _Calls.of(baseline, names), _Calls.of(target, names)
@@ -43,6 +44,12 @@ def pair_calls(baseline: Side, target: Side, rows_b: Ints, rows_t: Ints) -> tupl
     partner[ours], owner[theirs] = theirs, ours
     found = np.flatnonzero(partner >= 0)
     return found, partner[found]
+
+
+def _are_calls(side: Side) -> Bools:
+    """Which events belong to calls of operators; those of collectives are told by their group."""
+    are: Bools = (side.columns.is_operator & ~side.columns.is_collective)[side.key]
+    return are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +73,7 @@ class _Calls:
             ],
             np.int64,
         )
-        rows = np.flatnonzero((columns.is_operator & ~columns.is_collective)[side.key])
+        rows = np.flatnonzero(_are_calls(side))
         key = side.key[rows]
         number = (name[key] * _MOST + batch.microbatch[rows] + 1) * _MOST + batch.call[rows]
         order = np.lexsort((columns.identity[key], number))
