@@ -77,7 +77,7 @@ def facts(listed) -> list:
 
 
 @settings(max_examples=60, deadline=None)
-@example([("role", 0, "sample")])  # whose slot is no number
+@example([("role", 0, "sample")])
 @given(st.lists(EDITS, min_size=1, max_size=4))
 def test_an_edit_never_crashes_and_is_never_overlooked(edits):
     listed = edited(edits)
