@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
-from tests.memory_run import edited, run
+from tests.memory_run import MemoryRun, batch, edited, events, run, written
+from upguard_plugin.cli import upguard
 from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.report.text import verdict_text
@@ -319,3 +321,41 @@ def test_other_operands_of_a_call_are_not_called_equal():
     found = compared(ours, theirs).first_divergence
 
     assert (found.role, found.slot) == ("input", "args.1")
+
+
+def ranks_of(*texts: str, name: str) -> MemoryRun:
+    return MemoryRun({rank: [batch(0, events(text))] for rank, text in enumerate(texts)}, name)
+
+
+def test_an_operator_that_some_ranks_have_is_named_with_these_ranks():
+    baseline = ranks_of(LAYER, LAYER, name="baseline")
+
+    both = compare_runs(baseline, ranks_of(EXTRA, EXTRA, name="both"))
+    one = compare_runs(baseline, ranks_of(LAYER, EXTRA, name="one"))
+
+    for verdict, ranks in ((both, [0, 1]), (one, [1])):
+        assert named(verdict) == ("extra", "layer", "aten.mul", "output", True)
+        assert (verdict.first_divergence.ranks, verdict.concurrent) == (ranks, [])
+    assert [event.rank for event in one.first_divergence.change.target] == [1]
+
+
+def test_several_processes_name_the_same_operator(tmp_path):
+    runs = [
+        written(ranks_of(*texts, name=name), tmp_path / name)
+        for texts, name in (((LAYER, LAYER), "baseline"), ((LAYER, EXTRA), "target"))
+    ]
+    command = ["compare", *map(str, runs), "--format", "json"]
+
+    alone, two = (CliRunner().invoke(upguard, [*command, *more]) for more in ([], ["--jobs", "2"]))
+
+    assert (alone.exit_code, two.output) == (1, alone.output)
+    assert '"how": "extra"' in alone.output
+
+
+def test_what_is_noise_explains_nothing():
+    """The baseline's own repeat runs the operator too: nothing is left to be named."""
+    verdict = compared(LAYER, EXTRA, noise=[run(EXTRA, name="repeat")])
+    partly = compared(LAYER, EXTRA, noise=[run(REPLACED, name="repeat")])
+
+    assert verdict.first_divergence is None
+    assert partly.first_divergence is None or partly.first_divergence.change is None

@@ -36,7 +36,8 @@ def compare_elements(
     flat = (bits[0] != bits[1]).reshape(-1)
     apart = values[0][flat], values[1][flat]
     finite = np.isfinite(apart[0]) & np.isfinite(apart[1])
-    gaps = np.abs(apart[0] - apart[1])[finite]
+    with np.errstate(over="ignore"):
+        gaps = np.abs(apart[0][finite] - apart[1][finite])
     sizes = np.maximum(np.abs(apart[0]), np.abs(apart[1]))[finite]
     places = np.argwhere(differs)[:MAX_PLACES]
     return ElementDiff(
