@@ -117,6 +117,18 @@ class SourceRef(Model):
     line: int
 
 
+class Change(Model):
+    """What the runs compute in other ways between equal values and the first one that differs."""
+
+    how: Literal["extra", "missing", "replaced", "reordered", "rewired"] = Field(
+        description="of the target's operators; rewired: the same ones, another of whose results "
+        "is taken"
+    )
+    baseline: list[EventRef] = Field(description="results of operators, in program order")
+    target: list[EventRef]
+    reached: EventRef = Field(description="the first event of both runs that differs")
+
+
 class Divergence(Model):
     """A boundary where the runs differ although everything before it is equal."""
 
@@ -139,6 +151,9 @@ class Divergence(Model):
     distance: Distance | None
     producer: EventRef | None = Field(description="the event that wrote this storage last")
     source: SourceRef | None
+    change: Change | None = Field(
+        default=None, description="operators without a partner that made it; level op only"
+    )
     explanation: str = Field(description="one sentence")
 
 

@@ -32,6 +32,11 @@ def mask(shape, *places):
         (mask(24, slice(20, None)), "the tail, from element 20 on"),
         (mask(24, slice(3, 6)), "elements 3 to 5"),
         (mask(24, slice(1, None, 4)), "every 4th element from 1 to 21"),
+        (mask(24, slice(1, None, 2)), "every 2nd element from 1 to 23"),
+        (mask((2, 4, 6), (1, 2, slice(None))), "row [1, 2]"),
+        (mask((2, 4, 6), (1, slice(1, 3), slice(None))), "tile [1, 1-2, 0-5]"),
+        (mask((2, 4, 6), 1), "row 1"),
+        (mask((4, 6), (slice(2, None), slice(2, None))), "tile [2-3, 2-5]"),
         (mask((4, 6), (0, 0), (1, 3), (3, 1)), "scattered over 24 elements"),
     ],
 )
@@ -49,6 +54,15 @@ def test_neighbouring_floats_are_one_ulp_apart_across_zero_too():
     assert found.ulps == {"1": 1, "2": 1}
     assert found.max_abs == pytest.approx(2**-23)
     assert (found.baseline.nan, found.target.infinite, found.target.negative_zero) == (1, 1, 1)
+
+
+def test_units_between_floats_of_all_sizes_are_counted_without_overflow():
+    for kind in (np.float16, np.float32, np.float64):
+        largest, zero = np.array([np.finfo(kind).max], kind), np.array([0.0], kind)
+        whole = compare_elements(largest, -largest, str(np.dtype(kind)), (1,))
+        zeros = compare_elements(zero, -zero, str(np.dtype(kind)), (1,))
+        assert (list(whole.ulps.values()), zeros.ulps) == ([1], {})
+        assert whole.ulps.keys() <= {"over 65536", "257-65536"}
 
 
 def test_bfloat16_is_read_from_its_bits():

@@ -112,4 +112,4 @@ def test_a_missing_boundary_spreads_from_where_it_is_missing():
     verdict = compare_runs(baseline, target)
 
     assert (verdict.first_divergence.boundary, verdict.first_divergence.target) == ("w", None)
-    assert places(verdict.spread[0]) == ["w param"]
+    assert places(verdict.spread[0]) == ["w grad", "w param"]

@@ -7,6 +7,7 @@ import pytest
 from upguard_plugin.report.text import verdict_text
 from upguard_plugin.verdict import (
     Certified,
+    Change,
     Coverage,
     Distance,
     Divergence,
@@ -144,6 +145,31 @@ def test_a_missing_collective():
         "    group      dp (ranks 0, 1), collective 12 of it",
         "    baseline   0d1f02ce88a041b3 bfloat16 [4096, 1024]",
         "    target     no such event",
+    ]
+
+
+def test_an_operator_that_only_one_run_has():
+    told = "Only the target runs aten.mul of fc: what both runs give it is equal, and it leads on."
+    first = divergence(
+        role="output", slot="out", boundary="fc", operator="aten.mul", call=0, iteration=3,
+        microbatch=None, phase="forward", kind="forward", baseline=None, distance=None,
+        explanation=told, inputs_equal=None,
+        change=Change(how="extra", baseline=[], target=[LAST], reached=LAST),
+    )  # fmt: skip
+    made = verdict("divergent", first_divergence=first, per_rank=[first])
+
+    assert verdict_text(made).splitlines()[:10] == [
+        "DIVERGENT at step 3, forward",
+        "    boundary   fc, operator aten.mul",
+        "    tensor     output out, bfloat16 [4096, 1024]",
+        "    ranks      1, 5 differ; 6 others are equal",
+        f"    kind       forward: {told}",
+        "    inputs     equal where both runs have them",
+        "    baseline   no such event",
+        "    target     0d1f02cf88a041b3 bfloat16 [4096, 1024]",
+        "    reaches    decoder.final_layernorm grad_output 0 (step 3, micro-batch 1, backward, "
+        "rank 1)",
+        "    source     megatron/core/transformer/mlp.py:214",
     ]
 
 

@@ -173,7 +173,12 @@ class Storages:
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
         """As `of`; None for a tensor that is not tracked."""
-        return self.of(tensor) if is_tracked(tensor) else None
+        if not is_tracked(tensor):
+            return None
+        try:
+            return self.of(tensor)
+        except RuntimeError:  # zeros without memory, as autograd makes them for tangents
+            return None
 
     def prune(self) -> None:
         """Forget storages that are gone, so that the table does not grow with the run."""

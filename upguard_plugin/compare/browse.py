@@ -11,8 +11,8 @@ from itertools import chain, islice
 
 import numpy as np
 
-from upguard_plugin.compare.describe import group_ref, source_ref
 from upguard_plugin.compare.idle_rules import refuse_absent
+from upguard_plugin.compare.references import group_ref, source_ref
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.errors import UsageError

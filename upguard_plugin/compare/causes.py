@@ -7,10 +7,12 @@ Out: a `Cause`. Its kind is the first rule of docs/comparing.md that matches.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from upguard_plugin.compare.chain import Chain
+from upguard_plugin.compare.changes import draws_otherwise, writer_between
 from upguard_plugin.compare.communication import collective
 from upguard_plugin.compare.evidence import (
     Scene,
@@ -22,7 +24,8 @@ from upguard_plugin.compare.evidence import (
     pairs_of,
     rng_parted,
 )
-from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective
+from upguard_plugin.compare.findings import Finding
+from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, called, is_collective
 from upguard_plugin.records import EventKey
 from upguard_plugin.verdict import Kind
 
@@ -64,6 +67,9 @@ class Cause:
 
 def cause_of(scene: Scene) -> Cause:
     """Decide the kind of a divergence and say why."""
+    chain = scene.finding.chain
+    if chain is not None and chain.how is not None:
+        return Cause(_kind_of_chain(scene, chain), chain.inputs_equal, None, "")
     inputs_equal = inputs_equal_of(scene)
     producer = overwritten_producer(scene)
     for rule in (_state_at_start, _batch, _random, collective, _structure):
@@ -78,6 +84,17 @@ def cause_of(scene: Scene) -> Cause:
             "nondeterminism", inputs_equal, producer, f"{why}, in one and the same program"
         )
     return Cause(kind, inputs_equal, producer, why)
+
+
+def _kind_of_chain(scene: Scene, chain: Chain) -> Kind:
+    """Of operators that only one run has: by where they run, at the start by what they wrote."""
+    if draws_otherwise(scene.pairing, chain):
+        return "rng"
+    if is_collective(scene.key):
+        return "collective"
+    written = replace(scene, finding=Finding(scene.finding.place, *chain.reached, "value"))
+    decided = _state_at_start(written)
+    return decided[0] if decided is not None else _KIND_OF_PHASE[scene.key.phase]
 
 
 def _state_at_start(scene: Scene) -> tuple[Kind, str] | None:
@@ -130,7 +147,7 @@ def _written_between(scene: Scene) -> tuple[Kind, str]:
     if len(at_end):
         return "optimizer", (
             f"at the start of the step, but was equal when step {scene.step - 1} ended: "
-            "something wrote it in between"
+            f"{writer_between(scene, before)} wrote it in between"
         )
     return "optimizer", "at the start of the step: the update of the step before wrote it"
 
@@ -148,8 +165,9 @@ def _batch(scene: Scene) -> tuple[Kind, str] | None:
         & (side.columns.role[side.key] == ROLE_NUMBER["input"])
         & (side.batch.microbatch == side.batch.microbatch[row])
     )
-    first = side.batch.key_of(int(calls[0])).boundary
-    if batch.any() or first != key.boundary or is_collective(key):
+    first = side.batch.key_of(int(calls[0]))
+    enters = (first.boundary, called(first)) == (key.boundary, called(key))
+    if batch.any() or not enters or is_collective(key):
         return None
     return "data", "where the batch enters the model (no batch was recorded before it)"
 

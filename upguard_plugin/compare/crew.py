@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from upguard_plugin.compare.causes import Cause
 from upguard_plugin.compare.clock import RankMessages, messages_of
-from upguard_plugin.compare.describe import divergence, event_ref
+from upguard_plugin.compare.describe import divergence
 from upguard_plugin.compare.evidence import Scene
 from upguard_plugin.compare.facts import (
     RankFacts,
@@ -28,6 +28,7 @@ from upguard_plugin.compare.obstacles import missing_steps
 from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.pieces import Piece, Progress, Share, Work, scan_pieces, shares_of
 from upguard_plugin.compare.ranks import Origin
+from upguard_plugin.compare.references import event_ref
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import RankScan, Request
 from upguard_plugin.compare.spread import spread_of

@@ -5,21 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from upguard_plugin.compare.causes import Cause
+from upguard_plugin.compare.changes import change_of, sentence_of
 from upguard_plugin.compare.evidence import Scene
 from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.ranks import Origin
+from upguard_plugin.compare.references import event_ref, group_ref, or_none, source_ref
 from upguard_plugin.compare.sides import Side
 from upguard_plugin.fingerprint.sketch import EPSILON
-from upguard_plugin.records import EventKey
-from upguard_plugin.trace.batch import EventBatch
-from upguard_plugin.verdict import (
-    Distance,
-    Divergence,
-    EventRef,
-    GroupRef,
-    SourceRef,
-    TensorSide,
-)
+from upguard_plugin.verdict import Distance, Divergence, TensorSide
 
 
 def divergence(origin: Origin, scene: Scene, cause: Cause) -> Divergence:
@@ -29,7 +22,7 @@ def divergence(origin: Origin, scene: Scene, cause: Cause) -> Divergence:
     key, batch = side.batch.key_of(row), side.batch
     return Divergence(
         step=origin.seen.step,
-        microbatch=_or_none(int(batch.microbatch[row])),
+        microbatch=or_none(int(batch.microbatch[row])),
         phase=key.phase,
         kind=cause.kind,
         boundary=key.boundary,
@@ -49,39 +42,9 @@ def divergence(origin: Origin, scene: Scene, cause: Cause) -> Divergence:
         if cause.producer is None
         else event_ref(pairing.baseline.batch, cause.producer, origin.seen.rank),
         source=source_ref(key),
+        change=change_of(scene, origin.seen.rank),
         explanation=_explanation(scene, cause),
     )
-
-
-def event_ref(batch: EventBatch, row: int, rank: int) -> EventRef:
-    key = batch.key_of(row)
-    return EventRef(
-        step=batch.step,
-        rank=rank,
-        microbatch=_or_none(int(batch.microbatch[row])),
-        phase=key.phase,
-        boundary=key.boundary,
-        operator=key.operator,
-        role=key.role,
-        slot=key.slot,
-        call=int(batch.call[row]),
-    )
-
-
-def group_ref(batch: EventBatch, row: int) -> GroupRef | None:
-    group = batch.key_of(row).group
-    if group is None:
-        return None
-    seq = None if batch.group_seq is None else _or_none(int(batch.group_seq[row]))
-    return GroupRef(name=group.name, ranks=list(group.ranks), seq=seq)
-
-
-def source_ref(key: EventKey) -> SourceRef | None:
-    return None if key.source is None else SourceRef(file=key.source.file, line=key.source.line)
-
-
-def _or_none(number: int) -> int | None:
-    return None if number < 0 else number
 
 
 def _tensor(side: Side, row: int | None) -> TensorSide | None:
@@ -124,7 +87,9 @@ def distance_between(pairing: Pairing, row_b: int, row_t: int) -> Distance | Non
 
 def _explanation(scene: Scene, cause: Cause) -> str:
     """One sentence: what differs, and how we know that it starts there."""
-    key = scene.key
+    key, chain = scene.key, scene.finding.chain
+    if chain is not None and chain.how is not None:
+        return sentence_of(scene, chain)
     what = {
         "param": "weight",
         "buffer": "buffer",

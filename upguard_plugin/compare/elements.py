@@ -36,7 +36,8 @@ def compare_elements(
     flat = (bits[0] != bits[1]).reshape(-1)
     apart = values[0][flat], values[1][flat]
     finite = np.isfinite(apart[0]) & np.isfinite(apart[1])
-    gaps = np.abs(apart[0] - apart[1])[finite]
+    with np.errstate(over="ignore"):
+        gaps = np.abs(apart[0][finite] - apart[1][finite])
     sizes = np.maximum(np.abs(apart[0]), np.abs(apart[1]))[finite]
     places = np.argwhere(differs)[:MAX_PLACES]
     return ElementDiff(
@@ -71,7 +72,7 @@ def pattern_of(differs: npt.NDArray[np.bool_]) -> str:
         end = last == len(flat) - 1
         return f"the tail, from element {first} on" if end else f"elements {first} to {last}"
     if (steps == steps[0]).all() and len(places) > 2:
-        return f"every {int(steps[0])}th element from {first} to {last}"
+        return f"every {_ordinal(int(steps[0]))} element from {first} to {last}"
     return f"scattered over {differs.size} elements"
 
 
@@ -93,9 +94,18 @@ def _pattern_in_dims(differs: npt.NDArray[np.bool_]) -> str | None:
         if len(spans[0]) > 1 and is_tail:
             return f"the tail, from row {spans[0][0]} on"
         return f"row {_span(spans[0])}" if len(spans[0]) == 1 else f"rows {_span(spans[0])}"
+    single = [len(span) == 1 for span in spans]
+    inner = single.index(False)
+    if all(whole[inner:]):
+        return f"row [{', '.join(_span(span) for span in spans[:inner])}]"
     if all(whole[:-1]):
         return f"stripe: column{'' if len(spans[-1]) == 1 else 's'} {_span(spans[-1])}"
     return f"tile [{', '.join(_span(span) for span in spans)}]"
+
+
+def _ordinal(number: int) -> str:
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    return f"{number}{'th' if 10 < number % 100 < 14 else endings.get(number % 10, 'th')}"
 
 
 def _is_regular(span: npt.NDArray[np.intp]) -> bool:
@@ -143,13 +153,7 @@ def _histogram(
     """How many units of the last place lie between the elements of finite pairs that differ."""
     if not dtype.startswith(("float", "bfloat", "complex")) or not finite.any():
         return {}
-    steps = np.array(
-        [
-            abs(_ordered(int(b), baseline.itemsize) - _ordered(int(t), target.itemsize))
-            for b, t in zip(baseline[finite], target[finite], strict=True)
-        ],
-        dtype=np.float64,
-    )
+    steps = _units_between(baseline[finite], target[finite])
     found: dict[str, int] = {}
     low = 0
     for high in (*ULP_CLASSES, None):
@@ -161,7 +165,11 @@ def _histogram(
     return found
 
 
-def _ordered(bits: int, itemsize: int) -> int:
-    """A float's bits as an integer that grows with the float: neighbours are one apart."""
-    sign = 1 << (8 * itemsize - 1)
-    return -(bits - sign) if bits & sign else bits
+def _units_between(baseline: Array, target: Array) -> npt.NDArray[np.float64]:
+    """How many floats lie between two, by their bits; both zeros are one."""
+    sign = baseline.dtype.type(1 << (8 * baseline.itemsize - 1))
+    sizes = [(bits & ~sign).astype(np.uint64) for bits in (baseline, target)]
+    across = ((baseline ^ target) & sign) != 0
+    apart = np.maximum(*sizes) - np.minimum(*sizes)
+    units: npt.NDArray[np.float64] = np.where(across, sizes[0] + sizes[1], apart).astype(np.float64)
+    return units

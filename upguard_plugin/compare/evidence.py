@@ -12,8 +12,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from upguard_plugin.compare.chain import operands_agree
 from upguard_plugin.compare.findings import Finding
-from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER
+from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_operator
 from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.sides import Side
 from upguard_plugin.compare.steps import RankSteps
@@ -64,6 +65,8 @@ def inputs_equal_of(scene: Scene) -> bool | None:
     None where it was not recorded, or differs by rounding.
     """
     key, pairing, row = scene.key, scene.pairing, scene.finding.baseline_row
+    if scene.finding.chain is not None:
+        return scene.finding.chain.inputs_equal
     if row is None:
         return None
     if key.role == "output":
@@ -86,7 +89,12 @@ def inputs_equal_of(scene: Scene) -> bool | None:
         return None
     if not len(inputs) or pairing.rounds[inputs].any():
         return None
-    return not bool(pairing.differs[inputs].any())
+    if pairing.differs[inputs].any():
+        return False
+    # Of operators that ran in another order, single inputs may have partners in other calls.
+    theirs = scene.finding.target_row
+    is_call = key.role == "output" and is_operator(key) and theirs is not None
+    return True if not is_call or operands_agree(pairing, row, int(theirs or 0)) else None
 
 
 def overwritten_producer(scene: Scene) -> int | None:
@@ -100,7 +108,13 @@ def overwritten_producer(scene: Scene) -> int | None:
     if written >= len(seq) or seq[written] != producers[row]:
         return None
     pair = np.flatnonzero(pairing.baseline_rows == written)
-    return written if len(pair) and not pairing.differs[pair[0]] else None
+    if not len(pair) or pairing.differs[pair[0]] or scene.finding.target_row is None:
+        return None
+    # In the target it was made by the same event: one that only the target has is no overwriting.
+    theirs = pairing.target.batch
+    made = pairing.target_rows[pair[0]]
+    same = theirs.producer is None or theirs.producer[scene.finding.target_row] == theirs.seq[made]
+    return written if same else None
 
 
 def draws_of(scene: Scene) -> Literal["equal", "other", "one side", "none", "unknown"]:

@@ -13,11 +13,12 @@ the run that has it is none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from upguard_plugin.compare.chain import Chain, chain_of
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective, is_operator
 from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.sides import Side
@@ -68,7 +69,8 @@ class Finding:
     place: int  # where in the order of the step
     baseline_row: int | None
     target_row: int | None
-    what: str  # "value", "form", "alone", "order"
+    what: str  # "value", "form", "alone", "order"; "operator": one that a chain led to
+    chain: Chain | None = None  # behind the first value that differs, if operators explain it
 
     def key(self, pairing: Pairing) -> EventKey:
         """The event's key: the baseline's, where it has the event."""
@@ -121,7 +123,8 @@ def find(pairing: Pairing, chosen: Bools, memory: Memory) -> StepFindings:
     if found:
         forms = [form for form in forms if form.place < found[0].place]
         forms = [form for form in forms if _passed_on(pairing, form, found[0])]
-        return StepFindings(tuple(_beside(forms + found, pairing)), None, unused)
+        first = _beside(forms + found, pairing)
+        return StepFindings((*_behind(first[:1], pairing), *first[1:]), None, unused)
     memory.forms.update(identities[formed].tolist())
     slots = _of_pairs(pairing, other_slots & ~otherwise, places, "form")
     structure = sorted(forms + slots + _alone(pairing), key=lambda finding: finding.place)
@@ -286,6 +289,25 @@ def _beside(found: list[Finding], pairing: Pairing) -> list[Finding]:
     whole = {key.boundary for _, key in batch if key.role == "data"}
     # A sample of a batch that is there as a whole says nothing more.
     return [f for f, key in batch if key.role == "data" or key.boundary not in whole]
+
+
+def _behind(findings: list[Finding], pairing: Pairing) -> list[Finding]:
+    """The operators that these values were made by, where only one run has them."""
+    return [_operator_behind(finding, pairing) or finding for finding in findings]
+
+
+def _operator_behind(finding: Finding, pairing: Pairing) -> Finding | None:
+    rows = finding.baseline_row, finding.target_row
+    if finding.what not in ("value", "form") or rows[0] is None or rows[1] is None:
+        return None
+    chain = chain_of(pairing, rows[0], rows[1])
+    if chain is None or chain.named == (None, None):
+        return None if chain is None else replace(finding, chain=chain)
+    row_b, row_t = chain.named
+    row, in_target = (row_t, True) if row_b is None else (row_b, False)
+    assert row is not None
+    place = min(finding.place, _place_of_alone(pairing, row, in_target))
+    return Finding(place, row_b, row_t, "operator", chain)
 
 
 def _microbatch(finding: Finding, pairing: Pairing) -> int:

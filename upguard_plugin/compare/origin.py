@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 def origin_of(finding: Finding, pairing: Pairing, chosen: Bools) -> Finding:
     """The finding at the boundary, among the chosen pairs, where the wrong value was made."""
     key = finding.key(pairing)
-    if finding.what != "value" or finding.baseline_row is None:
+    if finding.what != "value" or finding.baseline_row is None or finding.chain is not None:
         return finding
     if key.role == "rng" and key.phase != "start":
         return _drawn(finding, pairing, chosen)

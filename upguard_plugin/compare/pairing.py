@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from upguard_plugin.compare.align import Stretch, align
+from upguard_plugin.compare.calls import pair_calls
 from upguard_plugin.compare.keys import KeySpace, called
 from upguard_plugin.compare.moved import pair_moved
 from upguard_plugin.compare.sides import Bools, Ints, Side, rows_without
@@ -102,7 +103,7 @@ class Pairing:
 def pair_step(baseline: EventBatch, target: EventBatch, space: KeySpace) -> Pairing:
     """Pair the events of one step."""
     sides = (Side(baseline, space.columns(baseline.keys)), Side(target, space.columns(target.keys)))
-    rows_b, rows_t = _pair_rows(*sides)
+    rows_b, rows_t = pair_calls(*sides, *_pair_rows(*sides))
     forms = (
         sides[0].columns.form[sides[0].key[rows_b]] != sides[1].columns.form[sides[1].key[rows_t]]
     )

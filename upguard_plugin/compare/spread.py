@@ -16,7 +16,8 @@ from upguard_plugin.compare.describe import distance_between
 from upguard_plugin.compare.findings import Finding, pair_places
 from upguard_plugin.compare.keys import ROLE_NUMBER
 from upguard_plugin.compare.pairing import Pairing
-from upguard_plugin.verdict import Reached, Spread
+from upguard_plugin.trace.batch import EventBatch
+from upguard_plugin.verdict import Distance, Reached, Spread
 
 MAX_LINKS = 10  # boundaries behind the first
 MAX_RANKS = 64  # whose chains a verdict holds
@@ -27,9 +28,7 @@ Bools = npt.NDArray[np.bool_]
 
 def spread_of(rank: int, step: int, first: Finding, pairing: Pairing, chosen: Bools) -> Spread:
     """chosen: one answer per pair, whether it is looked at."""
-    links = []
-    if first.baseline_row is not None and first.target_row is not None:
-        links.append(_reached(pairing, first.baseline_row, first.target_row))
+    links = [_first(pairing, first)]
     links += [
         _reached(pairing, int(pairing.baseline_rows[pair]), int(pairing.target_rows[pair]))
         for pair in _links(first, pairing, chosen)
@@ -82,9 +81,20 @@ def _values(pairing: Pairing, row_b: int, row_t: int) -> tuple[int, ...]:
     )
 
 
+def _first(pairing: Pairing, first: Finding) -> Reached:
+    if first.baseline_row is not None and first.target_row is not None:
+        return _reached(pairing, first.baseline_row, first.target_row)
+    side, row = first.seen_by(pairing)
+    return _link(side.batch, row, None)
+
+
 def _reached(pairing: Pairing, row_b: int, row_t: int) -> Reached:
-    batch = pairing.baseline.batch
-    key, microbatch = batch.key_of(row_b), int(batch.microbatch[row_b])
+    distance = distance_between(pairing, row_b, row_t)
+    return _link(pairing.baseline.batch, row_b, distance)
+
+
+def _link(batch: EventBatch, row: int, distance: Distance | None) -> Reached:
+    key, microbatch = batch.key_of(row), int(batch.microbatch[row])
     return Reached(
         microbatch=None if microbatch < 0 else microbatch,
         phase=key.phase,
@@ -92,6 +102,6 @@ def _reached(pairing: Pairing, row_b: int, row_t: int) -> Reached:
         operator=key.operator,
         role=key.role,
         slot=key.slot,
-        call=int(batch.call[row_b]),
-        distance=distance_between(pairing, row_b, row_t),
+        call=int(batch.call[row]),
+        distance=distance,
     )

@@ -68,6 +68,8 @@ def dense_parts(tensor: Tensor, placement: Placement | None = None) -> tuple[Par
         return _number(_sparse_parts(tensor))
     if tensor.device.type == "meta":
         raise _unsupported(tensor, "it has no data (device meta)")
+    if tensor._is_zerotensor():  # zeros without memory, as autograd makes them for tangents
+        tensor = tensor.clone()
     if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
         raise _unsupported(tensor, "its storage was freed")
     return (Part(tensor.detach().resolve_conj().resolve_neg(), placement=placement),)

@@ -76,8 +76,7 @@ def _divergence_rows(found: Divergence, verdict: Verdict) -> list[tuple[str, str
         ("kind", f"{found.kind}: {found.explanation}"),
     ]
     if found.inputs_equal is not None or found.phase not in ("start", "data"):
-        rounded = found.inputs_equal is None and verdict.tainted is not None
-        rows.append(("inputs", _ROUNDED if rounded else _INPUTS[found.inputs_equal]))
+        rows.append(("inputs", _inputs(found, verdict)))
     if found.group is not None:
         members = ", ".join(map(str, found.group.ranks))
         seq = "" if found.group.seq is None else f", collective {found.group.seq} of it"
@@ -85,6 +84,8 @@ def _divergence_rows(found: Divergence, verdict: Verdict) -> list[tuple[str, str
     rows += [("baseline", _side(found.baseline)), ("target", _side(found.target))]
     if found.distance is not None:
         rows.append(("distance", _distance(found.distance)))
+    if found.change is not None:
+        rows.append(("reaches", _event(found.change.reached)))
     if found.producer is not None:
         rows.append(("producer", _event(found.producer)))
     if found.source is not None:
@@ -115,6 +116,14 @@ _INPUTS = {
     None: "not recorded as such; every recorded event before it is equal",
 }
 _ROUNDED = "every recorded event before it is equal, or other by rounding only"
+_SHARED = "equal where both runs have them"
+
+
+def _inputs(found: Divergence, verdict: Verdict) -> str:
+    if found.inputs_equal is None and verdict.tainted is not None:
+        return _ROUNDED
+    is_made = found.change is not None and found.change.how != "rewired"
+    return _SHARED if is_made and found.inputs_equal is None else _INPUTS[found.inputs_equal]
 
 
 def _tensor(found: Divergence) -> str:

@@ -159,6 +159,8 @@ class OperatorCalls:
         if operator.makes_uninitialised:
             self._made_blank(arguments, result)
             return
+        if operator.copies and self._copied_blank(arguments, result):
+            return
         if operator.written:
             for argument in arguments:
                 if argument.key in operator.written:
@@ -174,6 +176,10 @@ class OperatorCalls:
             if operator.written and any(a.tensor is returned.tensor for a in arguments):
                 continue  # its version counter has not moved yet: it must not be looked up now
             returned.storage = self.storages.find(returned.tensor)
+            if returned.element in operator.scratch:
+                if returned.storage is not None:
+                    returned.storage.make_blank()
+                continue
             if returned.storage not in known or operator.writes_its_result:
                 self._written(running, returned, None)
                 if operator.writes_its_result:
@@ -203,6 +209,20 @@ class OperatorCalls:
             storage = self.storages.find(returned.tensor)
             if storage is not None:
                 storage.make_blank()
+
+    def _copied_blank(self, arguments: list[Argument], result: Any) -> bool:
+        """Whether an operator copied memory that nobody wrote: what it made is none of the run."""
+        source = arguments[-1]
+        if source.storage is None or source.storage.has_value(source.tensor):
+            return False
+        if len(arguments) > 1:  # into memory that is there
+            if arguments[0].storage is not None:
+                arguments[0].storage.forget()
+        else:
+            copy = self.storages.find(result)
+            if copy is not None:
+                copy.make_blank()
+        return True
 
     def _running(
         self, operator: Operator, place: Place, phase: str, arguments: list[Argument]

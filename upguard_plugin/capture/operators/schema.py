@@ -21,6 +21,8 @@ _OVERWRITING = {
     "copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "exponential_", "log_normal_",
     "cauchy_", "geometric_", "eye_", "_foreach_copy_", "_foreach_zero_",
 }  # fmt: skip
+# Their last argument is copied as it is: what nobody wrote is no value behind them either.
+_COPYING = {"copy_", "clone", "_to_copy"}
 # They compute nothing of the run: bookkeeping of the profiler and of autograd.
 _UNOBSERVED_NAMESPACES = {"profiler", "prim", "prims"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -34,6 +36,17 @@ UNANNOTATED_WRITES: dict[str, tuple[str, ...]] = {
     "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
     "aten::batch_norm_update_stats": ("running_mean", "running_var"),
 }
+# Results that are partly, or without dropout wholly, memory that nobody wrote: work space that an
+# operator leaves for its backward. By place, and by name in all schemas that have such a result.
+# `tests/capture/test_operator_blanks.py` looks for others among those that run on a CPU.
+SCRATCH_RESULTS: dict[str, tuple[int, ...]] = {
+    "aten::mkldnn_rnn_layer": (3,),
+    "aten::_ctc_loss": (1,),
+    "aten::_cudnn_rnn": (4,),
+    "aten::miopen_rnn": (4,),
+    "aten::cudnn_batch_norm": (3,),
+}
+_SCRATCH_NAMES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
 # Overloads are kept with what was read of them, so that the id of one stays its own.
 _known: dict[int, tuple[torch._ops.OpOverload, Operator]] = {}
 # Its first result is what it wrote into the memory of an argument.
@@ -47,6 +60,7 @@ class Operator:
     name: str  # "aten.addmm"
     written: frozenset[int | str]  # positions of arguments it writes, or names of keyword-only ones
     overwrites: bool  # what was in the memory it writes plays no part
+    copies: bool  # what it writes or returns has the value of its last argument
     is_view: bool  # its results are other looks at its arguments
     is_random: bool  # it draws from a generator
     is_foreach: bool  # element i of each list argument belongs together
@@ -55,6 +69,7 @@ class Operator:
     writes_its_result: bool
     is_observed: bool
     is_foreign: bool  # not torch's own: its schema may be silent on what it writes
+    scratch: frozenset[int]  # places of results that hold no value of the run
     returns_written: bool  # its results are arguments that it wrote, nothing else
     looked_at: frozenset[int | str] | None  # arguments to follow if none is recorded; None: all
 
@@ -90,11 +105,13 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
     is_random = torch.Tag.nondeterministic_seeded in overload.tags
     # Its results may share memory with any argument, or the others tell whom or where it is for.
     shares = not returns_written if written else any(aliases)
-    any_matters = namespace != "aten" or shares or is_foreach or is_random
+    copies = namespace == "aten" and name in _COPYING
+    any_matters = namespace != "aten" or shares or is_foreach or is_random or copies
     return Operator(
         name=f"{namespace}.{name}",
         written=frozenset(written),
         overwrites=namespace == "aten" and name in _OVERWRITING,
+        copies=copies,
         # `set_` gives a tensor another storage: it writes no memory.
         is_view=name == "set_"
         or (bool(aliases) and not written and all(alias is not None for alias in aliases)),
@@ -105,6 +122,11 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
         writes_its_result=schema.name in _WRITES_ITS_RESULT,
         is_observed=namespace not in _UNOBSERVED_NAMESPACES,
         is_foreign=namespace != "aten",
+        scratch=frozenset(
+            place
+            for place, value in enumerate(schema.returns)
+            if place in SCRATCH_RESULTS.get(schema.name, ()) or value.name in _SCRATCH_NAMES
+        ),
         returns_written=returns_written,
         looked_at=None if any_matters else frozenset(written),
     )
@@ -117,6 +139,7 @@ def opaque_operator(name: str, written: frozenset[int | str] | None = None) -> O
         name=name,
         written=written or frozenset(),
         overwrites=False,
+        copies=False,
         is_view=False,
         is_random=False,
         is_foreach=False,
@@ -125,6 +148,7 @@ def opaque_operator(name: str, written: frozenset[int | str] | None = None) -> O
         writes_its_result=False,
         is_observed=True,
         is_foreign=True,
+        scratch=frozenset(),
         returns_written=False,
         looked_at=None,
     )

@@ -11,6 +11,7 @@ import torch
 
 from upguard_plugin.capture.operators.arguments import Argument
 from upguard_plugin.records import Source
+from upguard_plugin.trace.batch import NONE
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.recorder import Recorder
@@ -53,7 +54,11 @@ class Site:
     def key(self, recorder: Recorder, argument: Argument, role: str, moment: str | None) -> int:
         """The recorder's key for the event of a tensor here; NONE for a role left out."""
         tensor, kind = argument.tensor, (argument.slot, role, moment)
-        dtype, shape = tensor.dtype, tensor.shape
+        try:
+            dtype, shape = tensor.dtype, tensor.shape
+        except RuntimeError:  # a nested tensor has no shape
+            recorder.note(f"a nested tensor of {self.boundary} was not recorded")
+            return NONE
         last = self._keys.get(kind)  # mostly the same tensor again, or another one like it
         if last is not None and last[0] is dtype and last[1] == shape:
             return last[2]

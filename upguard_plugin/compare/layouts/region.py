@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from upguard_plugin.compare.describe import event_ref
 from upguard_plugin.compare.layouts.logical import LOGICAL_RANK, LogicalPair
 from upguard_plugin.compare.noise import Repeat
+from upguard_plugin.compare.references import event_ref
 from upguard_plugin.compare.steps import RankSteps, steps_behind
 from upguard_plugin.verdict import Tainted, Verdict
 

@@ -1,0 +1,101 @@
+"""What holds memory that nobody wrote is no value of the run, and never makes two runs differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.operator_run import events_of, train
+from upguard_plugin.capture.operators.schema import SCRATCH_RESULTS, describe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Sequence(nn.Module):
+    """A recurrent layer and a loss that leave work space for their backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(x[:, None])
+        scores = self.head(states).log_softmax(-1)
+        return F.ctc_loss(scores, torch.tensor([[1]]), torch.tensor([2]), torch.tensor([1]))
+
+
+def slots_of(run: Path, operator: str, role: str) -> set[str]:
+    return {e.slot for e in events_of(run) if (e.operator, e.role) == (operator, role)}
+
+
+def test_work_space_is_not_recorded_neither_where_it_is_made_nor_where_it_is_read(tmp_path):
+    run = train(tmp_path / "run", Sequence())
+
+    assert slots_of(run, "aten.mkldnn_rnn_layer", "output") == {"out.0", "out.1", "out.2"}
+    assert slots_of(run, "aten._ctc_loss", "output") == {"out.0"}
+    for operator, work_space in (("mkldnn_rnn_layer_backward", 22), ("_ctc_loss_backward", 6)):
+        read = slots_of(run, f"aten.{operator}", "input")
+        assert "args.0" in read
+        assert f"args.{work_space}" not in read
+
+
+def test_what_attention_did_not_draw_is_work_space_by_its_name():
+    flash = describe(torch.ops.aten._scaled_dot_product_flash_attention.default)
+    returns = torch.ops.aten._scaled_dot_product_flash_attention.default._schema.returns
+
+    assert {returns[place].name for place in flash.scratch} == {
+        "rng_state",
+        "unused",
+        "debug_attn_mask",
+    }
+    for name, places in SCRATCH_RESULTS.items():
+        assert describe(getattr(torch.ops.aten, name.partition("::")[2]).default).scratch == set(
+            places
+        )
+
+
+def test_a_copy_of_memory_that_nobody_wrote_is_none_either(tmp_path):
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        blank = torch.empty(2, 4)
+        copied = blank.clone()
+        kept = torch.zeros(2, 4)
+        kept.copy_(copied)  # written over again before anybody reads it
+        copied.copy_(x)
+        return model(copied * 2)
+
+    events = events_of(train(tmp_path / "run", nn.Linear(4, 4), forward=forward))
+
+    assert not [e for e in events if e.operator == "aten.clone" and e.boundary == "(outside)"]
+    copies = [e for e in events if e.operator == "aten.copy_" and e.boundary == "(outside)"]
+    assert [(e.role, e.slot) for e in copies] == [("input", "args.1"), ("output", "args.0")]
+    (read,) = [
+        e for e in events if (e.operator, e.role, e.boundary) == ("aten.mul", "input", "(outside)")
+    ]
+    assert (read.h, read.producer) == (copies[1].h, "aten.copy_")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc fills memory")
+def test_no_operator_of_torch_returns_memory_that_nobody_wrote():
+    found = [
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-m", "tests.capture.poisoned_results"], cwd=ROOT, check=True,
+                env=os.environ | {"MALLOC_PERTURB_": byte, "OMP_NUM_THREADS": "1"},
+                capture_output=True, timeout=900,
+            ).stdout
+        )
+        for byte in ("85", "170")
+    ]  # fmt: skip
+
+    assert len(found[0]) == len(found[1]) > 5000
+    assert {tuple(one[:2]) for one, two in zip(*found, strict=True) if one != two} == set()
