@@ -50,4 +50,6 @@ CASE = Case(
         "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
         "boundary": "ln_f.weight", "role": "grad",
     },
+    also={"concurrent": []},
+    equal=(("--steps", "0", "--modules", "embed.*,pos.*,blocks.*,head.*"),),
 )  # fmt: skip

@@ -86,4 +86,5 @@ CASE = Case(
         "invariant": "streams-differ", "step": RESUMED_STEP, "phase": "start", "ranks": [0, 1],
         "boundary": "rng.moe.gate.expert", "role": "rng",
     },
+    also={"concurrent": []},
 )  # fmt: skip

@@ -62,4 +62,5 @@ CASE = Case(
         "invariant": "replicas-agree", "step": 0, "phase": "grad_sync", "ranks": [0, 1],
         "boundary": "moe.gate.weight", "role": "grad",
     },
+    also={"concurrent": []},
 )  # fmt: skip

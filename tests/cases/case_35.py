@@ -81,4 +81,5 @@ CASE = Case(
         "step": 1, "microbatch": 0, "phase": "forward", "kind": "collective", "ranks": [0, 1],
         "boundary": "blocks.1.mlp.fc1.weight", "role": "param",
     },
+    also={"concurrent": []},
 )  # fmt: skip

@@ -83,12 +83,12 @@ CASE = Case(
     train=train,
     num_ranks=2,
     answer={
-        "step": 0, "kind": "collective", "ranks": [0, 1], "target": None,
-        "boundary": "all_reduce[tp] blocks.0.attn.qkv.amax",
+        "step": 0, "phase": "loss", "kind": "collective", "ranks": [0], "target": None,
+        "boundary": "all_reduce[tp] blocks.0.attn.qkv.amax", "operator": "c10d.allreduce_",
+        "role": "input", "baseline": {"shape": []},
     },
     broken={
         "invariant": "replicas-agree", "step": 0, "phase": "forward", "ranks": [0, 1],
         "boundary": "blocks.0.attn.qkv.amax", "role": "buffer",
     },
-    waits="that only the rank with the smaller amax differs: the all-reduce is missing on both",
 )  # fmt: skip

@@ -39,4 +39,5 @@ CASE = Case(
         "step": 0, "microbatch": 1, "phase": "accumulate", "kind": "backward", "ranks": [1],
         "boundary": "head.weight", "role": "grad", "moment": "before",
     },
+    also={"concurrent": []},
 )  # fmt: skip

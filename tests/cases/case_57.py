@@ -47,4 +47,5 @@ CASE = Case(
         "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
         "boundary": "embed.weight", "role": "grad",
     },
+    also={"concurrent": []},
 )  # fmt: skip

@@ -77,5 +77,7 @@ CASE = Case(
     answer={
         "step": 0, "microbatch": 0, "phase": "forward", "kind": "forward", "ranks": [1],
         "boundary": "blocks.0.attn.core", "role": "input", "slot": "kwargs.cu_seqlens",
+        "baseline": {"dtype": "int32"},
     },
+    also={"concurrent": []},
 )  # fmt: skip

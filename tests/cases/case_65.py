@@ -38,4 +38,6 @@ CASE = Case(
         "boundary": "all_reduce[world]", "operator": "c10d.allreduce_", "role": "input",
         "baseline": {"dtype": "float32"}, "target": {"dtype": "bfloat16"},
     },
+    also={"concurrent": []},
+    breaks_nothing=True,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.cases.case import Case, check_of, first_is, grade, grade_check, verdict_of
+from tests.cases.case import Case, all_equal, check_of, first_is, grade, grade_check, verdict_of
 from tests.cases.recordings import Recordings, all_cases
 
 HEAD = """# Cases
@@ -49,12 +49,15 @@ def score(case: Case, recordings: Recordings) -> dict[str, bool]:
     """Right or wrong for each column that the case asks for."""
     baseline, target = recordings.of(case, "baseline"), recordings.of(case, "target")
     twin = recordings.of(case, "twin")
-    scores = _by_column(grade(case, verdict_of(baseline, target, *case.options)))
+    grades = grade(case, verdict_of(baseline, target, *case.options))
+    if case.equal:
+        grades["equal"] = all_equal(case, baseline, target)
+    scores = _by_column(grades)
     clean = recordings.of(case, case.twin_of)
     scores["twin"] = verdict_of(clean, twin, *case.options)["verdict"] == "identical"
-    if case.broken is not None:
-        named = all(grade_check(case, check_of(target)).values())
-        scores["check"] = named and not check_of(twin)["broken"]
+    if case.broken is not None or case.breaks_nothing:
+        faulty, clean = (check_of(recordings.of(case, case.checked(v))) for v in ("target", "twin"))
+        scores["check"] = all(grade_check(case, faulty).values()) and not clean["broken"]
     if case.whole is not None:
         whole = recordings.of(case, "whole")
         named = first_is(verdict_of(whole, target, "--exact"), case.whole)

@@ -27,7 +27,7 @@ from upguard_plugin.capture.writing import Writer, WritingThread
 from upguard_plugin.config import Dump
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
-from upguard_plugin.records import PHASES, ROLES, Group, Placement, Source
+from upguard_plugin.records import PHASES, ROLES, Group, Placement, Source, Stretch
 from upguard_plugin.trace.batch import NONE, EventBatch
 
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -83,6 +83,7 @@ class Recorder:
         producer: int = NONE,
         value: float | None = None,
         same_as: int = NONE,
+        holds: tuple[Stretch, ...] = (),
     ) -> int:
         """Take the fingerprint of `tensor` now and add its event; returns the event's seq.
 
@@ -96,7 +97,7 @@ class Recorder:
             return NONE
         parts = (
             boundary, phase, role, slot, tensor.dtype, tensor.shape,
-            operator, moment, placement, group, op, source,
+            operator, moment, placement, group, op, source, holds,
         )  # fmt: skip
         with self._lock:
             seq = self.record_as(
@@ -179,6 +180,7 @@ class Recorder:
         op: str | None = None,
         wire: Wire | None = None,
         source: Source | None = None,
+        holds: tuple[Stretch, ...] = (),
     ) -> Ticket | None:
         """Add the event of a tensor whose contents are not valid yet; they are not read.
 
@@ -190,7 +192,7 @@ class Recorder:
             return None
         parts = (
             boundary, phase, role, slot, tensor.dtype, tensor.shape,
-            operator, moment, placement, group, op, source,
+            operator, moment, placement, group, op, source, holds,
         )  # fmt: skip
         with self._lock:
             taken = self._queue.put_words(0)

@@ -25,6 +25,17 @@ MAX_EXTENTS = 1024  # of one storage whose writers are remembered; the oldest ar
 Extent = tuple[int, int]  # first and last byte that a tensor reaches in its storage
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of a storage whose elements are those of a named tensor, in order."""
+
+    first: int
+    stop: int
+    name: str
+    offset: int  # element of that tensor at the first byte
+    element_size: int
+
+
 @dataclass(slots=True, eq=False)
 class Storage:
     """What is known of one storage since its last write."""
@@ -36,6 +47,7 @@ class Storage:
     version: int = NONE  # torch's counter when it was last looked at
     known: dict[Hashable, int] = field(default_factory=dict)  # look at it -> slot of its hash
     written_in: str = ""  # phase of the last write that was seen
+    holds: list[Held] = field(default_factory=list)  # kept by contents.py
     # Who wrote which bytes last; a flat buffer has many writers, most storages have one.
     _writers: dict[Extent, int] = field(default_factory=dict)
     _blank: list[Extent] = field(default_factory=list)  # bytes that nobody has written yet
@@ -68,8 +80,23 @@ class Storage:
     def make_blank(self) -> None:
         """Its bytes are whatever memory held before: no value of the run."""
         self.known.clear()
+        self.holds.clear()
         self._writers.clear()
         self._blank, self._filled = [(0, self.memory[1] - 1)], 0
+
+    def forget_held(self, tensor: torch.Tensor) -> None:
+        """What the bytes that the tensor reaches were is not known any more."""
+        if not self.holds:
+            return
+        begin, last = extent_of(tensor)
+        kept = []
+        for held in self.holds:
+            for first, stop in ((held.first, min(held.stop, begin)), (last + 1, held.stop)):
+                first = max(first, held.first)
+                if first < stop:
+                    offset = held.offset + (first - held.first) // held.element_size
+                    kept.append(Held(first, stop, held.name, offset, held.element_size))
+        self.holds = kept
 
     def grow_blank(self, old_bytes: int) -> None:
         """Its memory has grown from so many bytes; the new ones are blank."""

@@ -7,6 +7,7 @@ Out: a `Cause`. Its kind is the first rule of docs/comparing.md that matches.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from upguard_plugin.compare.evidence import (
     rng_parted,
 )
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective
-from upguard_plugin.records import EventKey
+from upguard_plugin.records import EventKey, Stretch
 from upguard_plugin.verdict import Kind
 
 # Modules and operators whose output depends on random draws.
@@ -36,6 +37,7 @@ _RANDOM = re.compile(
 # Modules that draw nothing, whatever else draws in the same step.
 _NEVER_RANDOM = re.compile(r"linear|norm|embedding$|conv|gelu|silu|softmax|sigmoid|tanh", re.I)
 
+_MAX_NAMES = 3  # of the tensors in a buffer that a sentence has
 _KIND_OF_PHASE: dict[str, Kind] = {
     "start": "data",  # of an operator: it runs before the batch is there
     "data": "data",
@@ -198,12 +200,36 @@ def _collective(scene: Scene) -> tuple[Kind, str] | None:
         return "collective", _other_call(scene)
     if key.role == "output":
         return "collective", "in its result, with equal inputs on every rank that was compared"
+    refilled = _held_otherwise(scene)
+    if refilled is not None:
+        return "collective", refilled
     launched = pairs_of(scene.pairing, key.boundary, (key.phase,), "input", "launch")
     if key.moment == "completion" and len(launched):
         return "collective", "at completion but not at launch: its input was overwritten in flight"
     if key.phase in ("grad_sync", "param_sync") and has_local_gradients(scene.pairing):
         return "collective", "on its way into the collective: the local gradients are equal"
     return None
+
+
+def _held_otherwise(scene: Scene) -> str | None:
+    """Whose elements a flat buffer holds in each run, where they are not the same tensors'."""
+    finding, pairing = scene.finding, scene.pairing
+    if finding.baseline_row is None or finding.target_row is None:
+        return None
+    ours = pairing.baseline.batch.key_of(finding.baseline_row).holds
+    theirs = pairing.target.batch.key_of(finding.target_row).holds
+    if not ours or not theirs or ours == theirs:
+        return None
+    return (
+        f"at {scene.key.moment}: its buffer holds {_names(ours)} in the baseline, and was "
+        f"overwritten by {_names(theirs)} in the target"
+    )
+
+
+def _names(holds: Sequence[Stretch]) -> str:
+    names = list(dict.fromkeys(stretch.name for stretch in holds))
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _unsynchronised(scene: Scene) -> tuple[Kind, str] | None:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.collectives.caller import Caller, find_caller
 from upguard_plugin.capture.collectives.groups import Groups, Member
+from upguard_plugin.capture.collectives.holdings import HolderOf, Holds, holds_of
 from upguard_plugin.capture.collectives.owners import OwnerOf
 from upguard_plugin.capture.collectives.plans import OPERATORS, Buffer, Plan, plan
 from upguard_plugin.capture.collectives.works import Pending, Works
@@ -54,6 +55,7 @@ class _Launch:
     caller: Caller
     boundary: str
     fields: dict[str, Any]  # of all its events, as `Recorder.record` takes them
+    holds: Holds  # by role and slot
 
 
 class CollectiveProbe:
@@ -71,6 +73,7 @@ class CollectiveProbe:
         self.recorder = recorder
         self.groups = Groups()
         self.owners = list(owners)
+        self.holders: list[HolderOf] = []  # who knows what lies in a buffer without a name
         # Adapters that know of buffers with padding, or whose parts are not in rank order.
         self.placers: list[Callable[[torch.Tensor], Placement | None]] = []
         self._reducers: list[Reducer] = []
@@ -173,6 +176,7 @@ class CollectiveProbe:
                 "wire": wire,
                 "source": caller.source,
             },
+            self._holds(what, member, boundary),
         )
         if caller.of_objects:
             self._record_call_of_objects(launch)
@@ -181,7 +185,8 @@ class CollectiveProbe:
             for buffer in what.inputs:
                 self.recorder.record(
                     boundary, _dense(buffer.tensor), role="input", slot=buffer.slot,
-                    moment="launch", placement=self._placement_of(buffer), **launch.fields,
+                    moment="launch", placement=self._placement_of(buffer),
+                    holds=launch.holds.get(("input", buffer.slot), ()), **launch.fields,
                 )  # fmt: skip
         return launch
 
@@ -226,7 +231,8 @@ class CollectiveProbe:
     def _reserve(self, launch: _Launch, role: str, buffer: Buffer) -> Ticket | None:
         return self.recorder.reserve(
             launch.boundary, buffer.tensor, role=role, slot=buffer.slot,
-            moment="completion", placement=self._placement_of(buffer), **launch.fields,
+            moment="completion", placement=self._placement_of(buffer),
+            holds=launch.holds.get((role, buffer.slot), ()), **launch.fields,
         )  # fmt: skip
 
     @shielded
@@ -269,7 +275,7 @@ class CollectiveProbe:
 
     def _boundary(self, what: Plan, member: Member, caller: Caller) -> str:
         """What people read: the operation, its group, and whose data it is, where known."""
-        boundary = f"{what.name}[{member.group.name}]"
+        boundary = _unnamed(what, member)
         buffers = what.outputs or what.inputs
         by_reducer = caller.from_cpp and caller.in_backward
         owner_of = self._bucket_of if by_reducer else self._owner_of
@@ -278,6 +284,12 @@ class CollectiveProbe:
             return boundary
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"{boundary} {names[0]}{more}"
+
+    def _holds(self, what: Plan, member: Member, boundary: str) -> Holds:
+        """What the buffers are made of, where they have no name."""
+        if not what.reduces or boundary != _unnamed(what, member):
+            return {}
+        return holds_of(what, self.holders, self.recorder.storages)
 
     def _placement_of(self, buffer: Buffer) -> Placement | None:
         placed = (placement for placer in self.placers if (placement := placer(buffer.tensor)))
@@ -305,6 +317,11 @@ class CollectiveProbe:
         if by_reducer or (what.reduces and (by_gradient_code or of_gradient)):
             return "grad_sync"
         return "backward" if caller.in_backward and phase in _BEFORE_BACKWARD else phase
+
+
+def _unnamed(what: Plan, member: Member) -> str:
+    """The boundary of a collective on buffers that nobody knows."""
+    return f"{what.name}[{member.group.name}]"
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:

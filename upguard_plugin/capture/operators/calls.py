@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from upguard_plugin.capture import contents
 from upguard_plugin.capture.operators.arguments import Argument, tensors_given, tensors_returned
 from upguard_plugin.capture.operators.locator import Locator
 from upguard_plugin.capture.operators.places import Place
@@ -145,9 +146,13 @@ class OperatorCalls:
         if operator.makes_uninitialised:
             self._made_blank(arguments, result)
             return
+        if operator.moves:
+            contents.follow(self.storages, operator.name, arguments, result)
         if operator.written:
             for argument in arguments:
                 if argument.key in operator.written:
+                    if operator.overwrites and not operator.moves:
+                        contents.overwritten(argument)
                     self._written(running, argument, "after")
             if operator.returns_written:
                 return

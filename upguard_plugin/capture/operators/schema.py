@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 
+from upguard_plugin.capture.contents import MOVES
+
 # Their results hold whatever memory held before: not a value of the run, so never fingerprinted.
 _UNINITIALISED = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
@@ -55,6 +57,7 @@ class Operator:
     is_foreign: bool  # not torch's own: its schema may be silent on what it writes
     returns_fresh: bool  # its results share no memory with its arguments
     returns_written: bool  # its results are arguments that it wrote, nothing else
+    moves: bool = False  # it puts elements elsewhere, in their order
 
     @property
     def has_effects(self) -> bool:
@@ -92,6 +95,7 @@ def describe(overload: torch._ops.OpOverload) -> Operator:
         returns_fresh=namespace == "aten" and not written and not any(aliases),
         returns_written=bool(written)
         and all(alias is not None and alias.is_write for alias in aliases),
+        moves=namespace == "aten" and name in MOVES,
     )
 
 

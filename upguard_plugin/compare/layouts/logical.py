@@ -24,7 +24,7 @@ from upguard_plugin.compare.layouts.merge import (
 from upguard_plugin.compare.layouts.parts import Floats
 from upguard_plugin.compare.layouts.taint import Taint
 from upguard_plugin.compare.layouts.units import Units
-from upguard_plugin.compare.run import Manifest, Run
+from upguard_plugin.compare.run import Array, Manifest, Run
 from upguard_plugin.records import EventKey, Layout
 from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
 
@@ -192,6 +192,12 @@ class LogicalRun:
 
     def read(self, rank: int, step: int, *, verify: bool = False) -> EventBatch:
         return self._pair.read(self._side, step, verify)
+
+    def has_tensors(self, rank: int, name: str) -> bool:
+        return False  # ranks keep their parts; nobody has the whole
+
+    def read_tensors(self, rank: int, name: str) -> dict[str, Array]:
+        return {}
 
     def end(self, rank: int) -> RankEnd:
         ends = [self._run.end(r) for r in self._run.ranks]
