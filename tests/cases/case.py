@@ -46,6 +46,7 @@ class Case:
     broken: Mapping[str, Any] | None = None  # what `upguard check` of the target alone must name
     breaks_nothing: bool = False  # `upguard check` of the target alone finds nothing
     equal: tuple[tuple[str, ...], ...] = ()  # options of `upguard compare` that find no difference
+    then: Mapping[str, Any] = field(default_factory=dict)  # the first that the difference reaches
     unreached: tuple[str, ...] = ()  # what a difference does not reach, see `reached`
     checked_with_more: bool = False  # checked alone is another recording, variant "..._checked"
     waits: str = ""  # what of the report's row is not asked yet
@@ -113,6 +114,9 @@ def grade(case: Case, verdict: Mapping[str, Any]) -> dict[str, bool]:
     else:
         first = verdict["first_divergence"] or {}
         grades = {name: _holds(first.get(name), value) for name, value in case.answer.items()}
+    if case.then:
+        behind = verdict["spread"][0]["boundaries"][1:2]
+        grades["then"] = bool(behind) and _holds(behind[0], case.then)
     if case.unreached:
         grades["unreached"] = not reached(verdict, case.unreached)
     return grades | {name: _holds(verdict[name], value) for name, value in case.also.items()}

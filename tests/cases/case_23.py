@@ -87,4 +87,5 @@ CASE = Case(
         "boundary": "rng.moe.gate.expert", "role": "rng",
     },
     also={"concurrent": []},
+    then={"phase": "forward", "boundary": "moe.gate", "role": "output"},
 )  # fmt: skip
