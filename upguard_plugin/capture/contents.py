@@ -55,9 +55,9 @@ def stretches_of(storages: Storages, tensor: Tensor) -> tuple[Stretch, ...]:
 def follow(storages: Storages, name: str, arguments: Sequence[Argument], result: Any) -> None:
     """An operator of `MOVES` has run: its destination holds now what its sources held."""
     if name == "aten._foreach_copy_":
-        into = [a for a in arguments if a.key == 0]
+        filled = [a for a in arguments if a.key == 0]
         given = [a for a in arguments if a.key == 1]
-        for one, other in zip(into, given, strict=False):
+        for one, other in zip(filled, given, strict=False):
             _copied(storages, one.tensor, one.storage, [other.tensor])
     elif name == "aten.copy_":
         into, *given = arguments

@@ -48,7 +48,7 @@ class ParameterOwner:
         for name, parameter in self._parameters.items():
             for attribute in ("grad", "main_grad", "data"):
                 part = getattr(parameter, attribute, None)
-                if not _lies_in(part, buffer, begin, end):
+                if part is None or not _lies_in(part, buffer, begin, end):
                     continue
                 start = (_data_ptr(part) - begin) // size
                 whose = name if attribute == "data" else f"{name}.{attribute}"
