@@ -49,7 +49,6 @@ class Case:
     then: Mapping[str, Any] = field(default_factory=dict)  # the first that the difference reaches
     unreached: tuple[str, ...] = ()  # what a difference does not reach, see `reached`
     checked_with_more: bool = False  # checked alone is another recording, variant "..._checked"
-    waits: str = ""  # what of the report's row is not asked yet
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -1,18 +1,24 @@
 """The scoreboard of the cases: `python -m tests.cases.scoreboard docs/cases.md` writes it.
 
 A case is solved if every field of its answer is right, its clean twin is silent and, where the
-target alone must break an invariant, `upguard check` names it.
+target alone must break an invariant, `upguard check` names it. With --peers the answers of other
+tools are asked too, with --search FILE the result of a random search is put in; else those
+sections stay as they are.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from tests.cases import peers
 from tests.cases.case import Case, all_equal, check_of, first_is, grade, grade_check, verdict_of
 from tests.cases.recordings import Recordings, all_cases
 
@@ -26,22 +32,23 @@ its answer is right and its clean twin (the same code, the fault off) is called 
   none in the twin.
 - *one rank*: the same against a run of one rank, with the exact model (docs/exact.md); cases 11,
   25, 29 and 63 compare other layouts or micro-batches in the first place.
-- *open*: what of the report's answer is not given.
+- *other*: everything else that the answer has: elements, contents of a buffer, values that must be
+  equal, the explanation, what differs beside it.
 
 Siblings of the cases, bugs of the same kinds in other places, lie in `tests/cases/siblings/`, the
 exact model and pairs of all its layouts in `tests/tx/`.
-
-Random search (`tests/cases/random_search.py`) plants faults whose answer is known by construction:
-40 with every test run, 300 by `make cases-long`. Of those 300, 300 are named exactly and none is a
-false alarm; the seeds are fixed, so that this is a statement about those 300.
-
-No other tool takes part: DebugMode logs hashes and gives no verdict to grade, and msprobe is no
-dependency of the tests.
 """
 COLUMNS = (
     "step", "micro-batch", "boundary", "operator", "ranks", "kind", "other", "check", "one rank",
     "twin",
 )  # fmt: skip
+SEARCH = "Random search"
+SEARCH_TEXT = """`tests/cases/random_search.py` plants faults whose answer is known by construction:
+families of faults in all layouts of two ranks, at places, moments and ranks that are drawn, with
+corruptions of one bit, several bits, a stripe or a finite change. 40 with every test run, 300 by
+`make cases-long`, which writes this section; every miss is listed. "timing" are runs without a fault
+in other memory: whatever is said of them is a false alarm.
+"""
 _COLUMN_OF = {"microbatch": "micro-batch", "phase": "step", "role": "boundary", "slot": "boundary"}
 
 
@@ -66,6 +73,26 @@ def score(case: Case, recordings: Recordings) -> dict[str, bool]:
     return scores
 
 
+def search_section(trials: Sequence[Mapping[str, Any]]) -> str:
+    """trials: what `tests/cases/test_random_search.py` writes: layout, family, exact, story."""
+    counts = Counter((trial["layout"], trial["family"]) for trial in trials)
+    exact = Counter((t["layout"], t["family"]) for t in trials if t["exact"])
+    layouts = list(dict.fromkeys(trial["layout"] for trial in trials))
+    rows = []
+    for family in dict.fromkeys(trial["family"] for trial in trials):
+        pairs = [(layout, family) for layout in layouts]
+        cells = [f"{exact[p]} of {counts[p]}" if counts[p] else "" for p in pairs]
+        rows.append(f"| {' | '.join([family, *cells])} |")
+    misses = [f"- {trial['story']}" for trial in trials if not trial["exact"]]
+    alarms = sum(t["family"] == "timing" and not t["exact"] for t in trials)
+    said = (
+        f"Of {len(trials)} trials {exact.total()} are named exactly, {alarms} are false alarms; "
+        "the seeds are fixed, so that this is a statement about those."
+    )
+    head = [f"| {' | '.join(['family', *layouts])} |", f"|{' --- |' * (len(layouts) + 1)}"]
+    return "\n".join([f"## {SEARCH}\n", SEARCH_TEXT, said, "", *head, *rows, "", *misses, ""])
+
+
 def _by_column(grades: Mapping[str, bool]) -> dict[str, bool]:
     scores: dict[str, bool] = {}
     for name, right in grades.items():
@@ -80,21 +107,19 @@ def row(case: Case, scores: Mapping[str, bool]) -> str:
     words = {True: "right", False: "**wrong**", None: ""}
     solved = "yes" if all(scores.values()) else "**no**"
     cells = [words[scores.get(column)] for column in COLUMNS]
-    row = [str(case.number), case.report, *cells, solved, case.waits]
+    row = [str(case.number), case.report, *cells, solved]
     return f"| {' | '.join(row)} |"
 
 
 def page(results: Mapping[int, tuple[Case, Mapping[str, bool]]]) -> str:
-    """The whole document."""
+    """The document as far as the cases go."""
     solved = sum(all(scores.values()) for _, scores in results.values())
     silent = sum(scores["twin"] for _, scores in results.values())
-    num_open = sum(bool(case.waits) for case, _ in results.values())
-    titles = ["case", "report", *COLUMNS, "solved", "open"]
+    titles = ["case", "report", *COLUMNS, "solved"]
     return "\n".join(
         [
             HEAD,
-            f"{solved} of {len(results)} cases solved, {silent} clean twins silent; "
-            f"{num_open} rows leave something open.\n",
+            f"{solved} of {len(results)} cases solved, {silent} clean twins silent.\n",
             f"| {' | '.join(titles)} |",
             f"|{' --- |' * len(titles)}",
             *(row(*result) for result in results.values()),
@@ -103,15 +128,35 @@ def page(results: Mapping[int, tuple[Case, Mapping[str, bool]]]) -> str:
     )
 
 
-def main(output: str) -> None:
+def kept(document: str, title: str) -> str:
+    """A section of the document as it is."""
+    found = [part for part in document.split("\n## ") if part.startswith(f"{title}\n")]
+    return f"## {found[0].rstrip()}\n" if found else ""
+
+
+def main(output: Path, search: Path | None, asks_peers: bool) -> None:
     torch.set_num_threads(1)
-    results = {}
+    old = output.read_text()
+    results, answers = {}, {}
     with tempfile.TemporaryDirectory() as folder, Recordings(Path(folder)) as recordings:
         for case in all_cases():
             results[case.number] = (case, score(case, recordings))
-    Path(output).write_text(page(results))
-    print(page(results))
+        for case in all_cases() if asks_peers else ():
+            if case.baseline_ranks is None:
+                answers[case.number] = peers.answers_of(case, recordings)
+    searched = (
+        kept(old, SEARCH) if search is None else search_section(json.loads(search.read_text()))
+    )
+    asked = peers.section(answers) if asks_peers else kept(old, "What DebugMode says")
+    text = "\n".join(part for part in (page(results), searched, asked) if part)
+    output.write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--search", type=Path)
+    parser.add_argument("--peers", action="store_true")
+    given = parser.parse_args()
+    main(given.output, given.search, given.peers)
