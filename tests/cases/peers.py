@@ -26,10 +26,10 @@ TEXT = """## What DebugMode says
 
 `make cases-peers` trains each case of one layout under `torch.utils._debug_mode.DebugMode` (hashes
 of all outputs by `hash_tensor`, UpGuard off) and asks `check_hash_mismatches`. Its answer is the
-first operator in its log whose output differs, and how many do. There is no step, module, parameter,
-rank or kind in it to grade; logs of other lengths or operators are refused. On several ranks the
-buffers of collectives are hashed while they are in flight, which differs from run to run. "fails":
-the training does not come to its end under it. msprobe is no dependency of the tests and is left out.
+first operator in its log whose output differs, and how many do. There is no step, module, rank or
+kind in it to grade; logs of other lengths or operators are refused. On several ranks the buffers of
+collectives are hashed while they are in flight, which differs from run to run. "fails": the
+training does not come to its end under it. msprobe is no dependency of the tests, and is left out.
 """
 HEAD = ("| case | target | clean twin |", "| --- | --- | --- |")
 

@@ -46,8 +46,8 @@ SEARCH = "Random search"
 SEARCH_TEXT = """`tests/cases/random_search.py` plants faults whose answer is known by construction:
 families of faults in all layouts of two ranks, at places, moments and ranks that are drawn, with
 corruptions of one bit, several bits, a stripe or a finite change. 40 with every test run, 300 by
-`make cases-long`, which writes this section; every miss is listed. "timing" are runs without a fault
-in other memory: whatever is said of them is a false alarm.
+`make cases-long`, which writes this section; every miss is listed. "timing" are runs without a
+fault in other memory: whatever is said of them is a false alarm.
 """
 _COLUMN_OF = {"microbatch": "micro-batch", "phase": "step", "role": "boundary", "slot": "boundary"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.compare.test_situations import answer, two_ranks
 from tests.memory_run import MemoryRun, batch, edited, events
 from upguard_plugin.compare.runs import compare_runs
@@ -107,14 +109,20 @@ grad_sync -  output  all_reduce[dp]/0    s  group=0,1:0 op=all_reduce_sum moment
 """
 
 
-def test_a_buffer_that_holds_another_gradient_was_overwritten_by_it():
-    refilled = edited(BUCKET, ("/0    g ", "/0    f "), ("holds=head", "holds=fc2"))
+@pytest.mark.parametrize(
+    ("writer", "verb"),
+    [("by=0", "was overwritten by"), ("", "holds")],
+    ids=["whose writer is equal", "whose writer is not known"],
+)
+def test_a_buffer_that_holds_another_gradient_names_both(writer, verb):
+    filled = BUCKET.replace("holds=head", f"holds=head {writer}")
+    refilled = edited(filled, ("/0    g ", "/0    f "), ("holds=head", "holds=fc2"))
 
-    found = compare_runs(both(BUCKET), both(refilled, "target")).first_divergence
+    found = compare_runs(both(filled), both(refilled, "target")).first_divergence
 
     assert found.explanation == (
         "The all_reduce sum: input 0 of all_reduce[dp] differs at launch: its buffer holds head "
-        "in the baseline, and was overwritten by fc2 in the target."
+        f"in the baseline, and {verb} fc2 in the target."
     )
     assert [side.holds[0].name for side in (found.baseline, found.target)] == ["head", "fc2"]
 

@@ -193,7 +193,8 @@ def _collective(scene: Scene) -> tuple[Kind, str] | None:
     if not is_collective(key):
         return _unsynchronised(scene)
     if finding.what == "alone":
-        return "collective", _lacking(scene) or ""
+        held = f": its buffer holds {_names(key.holds)}" if key.holds else ""
+        return "collective", f"{_lacking(scene)}{held}"
     if finding.what == "order":
         return "collective", "in its place: the target runs it later, behind another of its group"
     if finding.what == "form":
@@ -220,9 +221,11 @@ def _held_otherwise(scene: Scene) -> str | None:
     theirs = pairing.target.batch.key_of(finding.target_row).holds
     if not ours or not theirs or ours == theirs:
         return None
+    # What the baseline put there was put there in the target too.
+    verb = "was overwritten by" if overwritten_producer(scene) is not None else "holds"
     return (
-        f"at {scene.key.moment}: its buffer holds {_names(ours)} in the baseline, and was "
-        f"overwritten by {_names(theirs)} in the target"
+        f"at {scene.key.moment}: its buffer holds {_names(ours)} in the baseline, and {verb} "
+        f"{_names(theirs)} in the target"
     )
 
 
