@@ -41,7 +41,8 @@ def holds_of(what: Plan, holders: Sequence[HolderOf], storages: Storages | None)
 def _of_buffer(
     tensor: torch.Tensor, holders: Sequence[HolderOf], storages: Storages | None
 ) -> Stretches:
-    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.numel() < 2:
+    # A flat buffer has one dim; what is not flat is looked at by nobody, activations in forward.
+    if tensor.layout is not torch.strided or tensor.dim() != 1 or not tensor.is_contiguous():
         return ()
     followed = () if storages is None else stretches_of(storages, tensor)
     views = (stretches for holder in holders if (stretches := holder(tensor)))
