@@ -39,7 +39,7 @@ CASE = Case(
     train=train,
     num_ranks=2,
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
         "boundary": "all_reduce[tp] ln_f.weight.grad", "role": "input", "target": None,
     },
     broken={

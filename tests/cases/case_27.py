@@ -55,7 +55,7 @@ CASE = Case(
     train=train,
     num_ranks=2,
     answer={
-        "step": 0, "phase": "accumulate", "kind": "collective", "ranks": [0, 1],
+        "step": 0, "microbatch": None, "phase": "accumulate", "kind": "collective", "ranks": [0, 1],
         "boundary": "moe.gate.weight", "role": "grad",
     },
     broken={

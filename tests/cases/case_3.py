@@ -91,7 +91,7 @@ CASE = Case(
     num_ranks=4,
     # The two stages do not wait for each other: neither is first.
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [2, 3],
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [2, 3],
         "boundary": "all_reduce[pp] head.weight.grad", "operator": "c10d.allreduce_",
         "role": "input", "moment": "launch",
     },

@@ -56,7 +56,7 @@ CASE = Case(
     train=train,
     num_ranks=2,
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0],
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [0],
         "boundary": "moe.experts.0.w1.weight", "role": "grad", "inputs_equal": True,
         "distance": {"factor": 2.0},
     },

@@ -71,7 +71,7 @@ CASE = Case(
     level="op",
     settings={"dump": {"boundary": "reduce_scatter*"}},
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [1],
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [1],
         "operator": "c10d._reduce_scatter_base_", "role": "output", "inputs_equal": True,
         "boundary": "reduce_scatter[ranks 1]", "moment": "completion", "call": 0,
         "elements": {

@@ -70,8 +70,8 @@ CASE = Case(
     num_ranks=2,
     level="op",
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1], "call": 0,
-        "boundary": "all_reduce[world]", "role": "input", "moment": "launch",
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
+        "call": 0, "boundary": "all_reduce[world]", "role": "input", "moment": "launch",
         "operator": "c10d.allreduce_",
         "baseline": {"holds": [{"start": 0, "stop": 512, "name": "head.weight.grad"}]},
         "target": {
