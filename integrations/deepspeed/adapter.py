@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from upguard_plugin.capture.collectives import CollectiveProbe
-from upguard_plugin.capture.guard import Guard, enable
+from upguard_plugin.capture.enable import enable
+from upguard_plugin.capture.guard import Guard
 from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.capture.probe import Probe

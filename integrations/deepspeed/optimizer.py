@@ -56,7 +56,7 @@ class UpdateProbe:
         states = self._guard.states
         states.sources += [self._record_loss_scale, self._record_samples]
         states.optimizers.on_step = self._record_norm
-        states.optimizers.fragments_of = self._shards.fragments_of
+        states.optimizers.masters.fragments_of = self._shards.fragments_of
         states.optimizers.groups_at_rest = self._shards.groups_at_rest
         if self._shards.is_stage3:
             states.at_rest = self._shards.at_rest

@@ -11,7 +11,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config
 
-from upguard_plugin.capture.guard import Guard, enable
+from upguard_plugin.capture.enable import enable
+from upguard_plugin.capture.guard import Guard
 from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.names import ParameterNames
 from upguard_plugin.capture.rng import State, state_bytes

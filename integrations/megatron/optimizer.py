@@ -119,7 +119,7 @@ class MegatronOptimizerProbe:
                 self._replacements.append(Replacement(owner, name, before, after))
         states = self._guard.states
         states.sources.append(self._record_loss_scale)
-        states.optimizers.known_masters = self._known_masters
+        states.optimizers.masters.known = self._known_masters
         states.gradients.main_grads_at_rest = self._own_gradients
         if any(_gathers_late(chunk) for chunk in self._chunks):
             states.at_rest = self._at_rest
@@ -187,7 +187,7 @@ class MegatronOptimizerProbe:
         position = self._guard.position
         with Snapshot(self._guard, "clip", call=position.next_call("found_inf")) as now:
             now.value("found_inf", "scalar", "0", bool(found_inf))
-        name_of = self._guard.states.optimizers.name_of
+        name_of = self._guard.states.optimizers.masters.name_of
         named = [(name_of(p), p) for p in optimizer.get_parameters()]
         self._guard.states.gradients.record_complete(
             [(name, p) for name, p in named if name is not None],

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from upguard_plugin.capture import guard as core
+from upguard_plugin.capture import enable as core
 from upguard_plugin.capture.guard import Guard
 from upguard_plugin.capture.names import Rename
 from upguard_plugin.capture.placements import Placements, layout_of

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from upguard_plugin.capture.guard import Guard, enable
+from upguard_plugin.capture.enable import enable
+from upguard_plugin.capture.guard import Guard
 from upguard_plugin.trace.reader import open_trace
 
 

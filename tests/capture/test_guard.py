@@ -11,7 +11,7 @@ from recorded import Recorded, guarded, record_steps
 from torch import nn
 
 import upguard_plugin
-from upguard_plugin.capture.guard import IdleGuard, enable
+from upguard_plugin.capture.enable import IdleGuard, enable
 from upguard_plugin.capture.run import find_rank, run_token
 from upguard_plugin.errors import ConfigError, PlacementError, RunDirectoryError
 from upguard_plugin.fingerprint.queue import FingerprintQueue

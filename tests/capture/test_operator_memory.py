@@ -12,13 +12,13 @@ from upguard_plugin.capture.operators.probe import OperatorProbe
 
 
 def sizes(probe: OperatorProbe) -> dict[str, int]:
-    """What the probe's tables hold; dead storages do not count, they go when room is needed."""
-    probe.calls.storages.prune()
+    """What the probe's tables hold, after a step."""
     return {
         "storages": len(probe.calls.storages),
         "nodes": len(probe.calls._locator._nodes),
         "sites": len(probe.calls._sites._sites),
-        "calls": len(probe.calls._sites._calls),
+        "counters": len(probe.calls._sites._counters),
+        "calls": sum(len(c._calls) for c in probe.calls._sites._counters.values()),
         "keys": sum(len(site._keys) for site in probe.calls._sites._sites.values()),
     }
 

@@ -76,8 +76,8 @@ CASE = Case(
     # The largest input of block 0 is r1's own: there the missing reduction changes nothing.
     answer={
         "step": 0, "microbatch": None, "phase": "loss", "kind": "collective", "ranks": [0],
-        "target": None, "boundary": "all_reduce[tp] blocks.0.attn.qkv.amax", "operator": "c10d.allreduce_",
-        "role": "input", "baseline": {"shape": []},
+        "target": None, "boundary": "all_reduce[tp] blocks.0.attn.qkv.amax",
+        "operator": "c10d.allreduce_", "role": "input", "baseline": {"shape": []},
     },
     also={"concurrent": []},
     broken={

@@ -34,7 +34,8 @@ CASE = Case(
     train=train,
     num_ranks=4,
     answer={
-        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1, 2, 3],
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective",
+        "ranks": [0, 1, 2, 3],
         "call": 0, "boundary": "all_reduce[world]", "operator": "c10d.allreduce_", "role": "input",
         "baseline": {"dtype": "float32"}, "target": {"dtype": "bfloat16"},
     },

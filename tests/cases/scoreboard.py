@@ -35,8 +35,8 @@ its answer is right and its clean twin (the same code, the fault off) is called 
 - *other*: everything else that the answer has: elements, contents of a buffer, values that must be
   equal, the explanation, what differs beside it.
 
-Of the answers in words two sizes are not asked: by how much r1's partial sum is too large in case 25
-(a run of one rank has no partial sums), and that the output in case 29 is too large by one bias
+Of the answers in words two sizes are not asked: by how much r1's partial sum is too large in case
+25 (a run of one rank has no partial sums), and that the output in case 29 is too large by one bias
 (fingerprints do not subtract). Case 51 steps its schedule twice behind the update, because its
 answer says that the first step is equal; cases 15 and 19 resume inside of one process.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compare.test_situations import answer, two_ranks
+from tests.compare.streams import answer, two_ranks
 from tests.memory_run import MemoryRun, batch, edited, events
 from upguard_plugin.compare.runs import compare_runs
 

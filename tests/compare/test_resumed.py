@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.compare.streams import answer
 from tests.memory_run import MemoryRun, replace
 from tests.toy_training import Toy, flip, train
 from upguard_plugin.compare.runs import compare_runs
@@ -218,3 +219,70 @@ def test_a_divergence_on_a_rank_that_is_there_is_proven_without_the_others():
     assert verdict.first_divergence.ranks == [2]
     assert compare_runs(whole, clean).exit_code == 3
     assert compare_runs(whole, clean, Selection.parse(ranks="2")).exit_code == 0
+
+
+# One process that was resumed, beside a whole run
+
+
+def resumed_at(whole: MemoryRun, at: int, name: str = "resumed", iterations=False) -> MemoryRun:
+    """The steps of a run from `at` on, as another process records them: its steps start at 0."""
+    batches = [
+        replace(b, step=b.step - at, iteration=b.iteration if iterations else None)
+        for b in whole.batches[0].values()
+        if b.step >= at
+    ]
+    return MemoryRun({0: batches}, name)
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_a_resumed_run_is_compared_with_the_steps_it_repeats(iterations):
+    whole = train(num_steps=4)
+    for listed in whole.batches.values():
+        for step, made in listed.items():
+            listed[step] = replace(made, iteration=100 + step)
+    if not iterations:
+        whole = resumed_at(whole, 0, "whole")
+
+    clean = compare_runs(whole, resumed_at(whole, 2, iterations=iterations))
+    backwards = compare_runs(resumed_at(whole, 2, iterations=iterations), whole)
+
+    assert (answer(clean), clean.coverage.compared) == ("identical", 2 * 277)
+    assert clean.notes[0] == "program: 'whole' against 'resumed'".replace("whole", whole.path.name)
+    assert "resumed: step 2 of the baseline is step 0 of the target, rank 0" in clean.notes
+    assert answer(backwards) == "identical"
+
+
+def test_a_state_that_was_loaded_wrong_is_found_at_the_resumed_step():
+    """The optimizer's states were given to other parameters."""
+    whole = train(num_steps=4)
+    fault = flip("2/-/start/blocks.0.ln1.weight/optimizer_state")
+    wrong = resumed_at(train(num_steps=4, fault=fault), 2)
+
+    verdict = compare_runs(whole, wrong)
+
+    assert answer(verdict) == "2 - start blocks.0.ln1.weight optimizer_state optimizer"
+    assert "before anything was computed" in verdict.first_divergence.explanation
+
+
+def test_the_wrong_batch_after_a_resume_is_data():
+    """The loader is at the right place of the wrong shuffle."""
+    wrong = resumed_at(train(num_steps=4, fault=flip("2/0/data/input_ids/data")), 2)
+
+    assert answer(compare_runs(train(num_steps=4), wrong)) == "2 0 data input_ids data data"
+
+
+def test_a_resumed_run_that_ends_early_is_not_decided():
+    whole = train(num_steps=4)
+    short = resumed_at(MemoryRun({0: list(whole.batches[0].values())[:3]}, "short"), 1)
+
+    assert compare_runs(whole, short).exit_code == 3
+
+
+def test_other_weights_from_the_start_are_no_resume():
+    def reseeded(place, rank, value):
+        return value ^ 1 if place.startswith("-/-/init/") else value
+
+    verdict = compare_runs(train(), train(fault=reseeded, name="seed 2"))
+
+    assert answer(verdict) == "0 - start embed.weight param init"
+    assert len(verdict.concurrent) == 14

@@ -141,7 +141,7 @@ def test_a_failure_of_ours_does_not_stop_the_loop(watched, monkeypatch, capsys):
     def broken(*args, **kwargs):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("upguard_plugin.capture.guard.enable", broken)
+    monkeypatch.setattr("upguard_plugin.capture.enable.enable", broken)
     model = tiny()
     before = [p.detach().clone() for p in model.parameters()]
 

@@ -109,7 +109,10 @@ def _put(storage: Storage, tensor: Tensor, stretches: Sequence[Stretch]) -> None
     size = tensor.element_size()
     storage.forget_held(tensor)
     begin = int(tensor.storage_offset()) * size
-    storage.holds += [
-        Held(begin + s.start * size, begin + s.stop * size, s.name, s.offset, size)
-        for s in stretches
+    storage.holds = [
+        *storage.holds,
+        *(
+            Held(begin + s.start * size, begin + s.stop * size, s.name, s.offset, size)
+            for s in stretches
+        ),
     ]

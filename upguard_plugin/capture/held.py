@@ -1,4 +1,4 @@
-"""What an optimizer holds: parameters, groups, state, masters, whoever made it.
+"""What an optimizer holds: parameters, groups, state, whoever made it.
 
 In:  any object with `param_groups` and `state`.
 Out: plain lists; nothing is copied.
@@ -11,23 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from upguard_plugin.capture.gradients import NamedParameter
 from upguard_plugin.capture.tensors import tensors_in
 
 Groups = Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]  # each with its parameters
-
-
-def match_masters(masters: Sequence[Tensor], parameters: Sequence[NamedParameter]) -> list[str]:
-    """Name masters by the parameters of the same shapes in the same order, all or none.
-
-    Where they cannot be told that way, they are numbered: "master0", "master1", ...
-    """
-    trainable = [(name, p) for name, p in parameters if p.requires_grad]
-    shapes = [m.shape for m in masters]
-    for candidates in (trainable, parameters):
-        if [p.shape for _, p in candidates] == shapes:
-            return [name for name, _ in candidates]
-    return [f"master{i}" for i in range(len(masters))]
 
 
 def leaves_of(state: Any) -> list[tuple[str, Any]]:

@@ -48,6 +48,8 @@ class ModuleProbe:
         self.recorder = guard.recorder
         self._guard = guard
         self._position = guard.position
+        self._draws_wanted = guard.recorder.wants("rng")
+        self._weights = guard.config.weights_in_use if guard.recorder.wants("param") else "off"
         self._flow = Flow(guard)  # gradients, and who made which tensor
         self._recompute = RecomputeCalls()
         self._stack: list[Call] = []
@@ -99,9 +101,9 @@ class ModuleProbe:
         self._record(call, "input", arguments_in(args, kwargs, opaque))
         for name in opaque:
             self.recorder.note(f"arguments of class {name} were not recorded")
-        if boundary.parameters and self._guard.config.weights_in_use != "off":
+        if boundary.parameters and self._weights != "off":
             self._record_weights(call, module)
-        if boundary.may_draw:
+        if boundary.may_draw and self._draws_wanted:
             call.random = look()
 
     @shielded
@@ -214,7 +216,7 @@ class ModuleProbe:
     def _record_weights(self, call: Call, module: nn.Module) -> None:
         """The parameters that the module owns, as its forward is about to use them."""
         boundary = call.boundary
-        every = self._guard.config.weights_in_use == "all"
+        every = self._weights == "all"
         for name, attribute in boundary.parameters:
             parameter = module._parameters.get(attribute)
             use = (boundary.name, name)

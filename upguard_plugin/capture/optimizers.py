@@ -6,9 +6,7 @@ Out: at `start` and after each step their state, at `start` also masters rounded
      dtype; before each step the gradients it will use and the
      hyper-parameters as they are then; after it the weights.
 
-A parameter of an optimizer that no model has is a master: it takes the name of the parameter whose
-`main_param` it is (Megatron), else of the one that stands at its place in order and has its shape.
-Where one tensor of an optimizer holds parts of several parameters (ZeRO), an adapter says which.
+What each tensor of an optimizer is called, `Masters` says.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from upguard_plugin.capture.held import (
     groups_of,
     innermost,
     leaves_of,
-    match_masters,
     parameters_of,
     state_of,
 )
-from upguard_plugin.capture.parts import Fragment, Part
+from upguard_plugin.capture.masters import Masters
+from upguard_plugin.capture.parts import Part
 from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot
@@ -69,17 +67,13 @@ class OptimizerProbe:
             Watched(f"optimizer{number}", optimizer)
             for number, optimizer in zip(numbers, given, strict=True)
         ]
-        # What an adapter knows of masters: names by the identity of the tensor.
-        self.known_masters: Callable[[], Mapping[int, str]] = dict
-        # ... of the parameters whose parts one flat tensor of an optimizer holds;
-        self.fragments_of: Callable[[Tensor], Sequence[Fragment]] = _no_fragments
-        # ... of states by parameter, where they lie behind the optimizer;
+        self.masters = Masters(guard.names)
+        # What an adapter knows of states by parameter, where they lie behind the optimizer;
         self.state_of: Callable[[Any], Mapping[Any, Any]] = state_of
         # ... of groups, where a step shows the optimizer only some of them;
         self.groups_at_rest: Callable[[Any], Groups] = groups_of
         # ... and what it records itself when an optimizer is about to step.
         self.on_step: Callable[[], None] = _nothing
-        self._masters: dict[int, str] = {}
         self._depth = 0  # of steps that have begun: a wrapper's and a subclass's step hold others
         self._handles: list[Any] = []
 
@@ -102,22 +96,18 @@ class OptimizerProbe:
         while self._handles:
             self._handles.pop().remove()
 
-    def name_of(self, parameter: Tensor) -> str | None:
-        """The name of a model's parameter or of the one it is the master of."""
-        return self._guard.names.of(parameter) or self._masters.get(id(parameter))
-
     def record_start(self, now: Snapshot, *, states: bool = True) -> None:
         """Record masters, states, hyper-parameters and group membership as they are found.
 
         states: False: without masters and states.
         """
         self._depth = 0  # a step that raised has never ended
-        self._name_masters()
+        self.masters.find(p for watched in self.watched for p in parameters_of(watched.optimizer))
         for watched in self.watched:
             groups = self.groups_at_rest(watched.optimizer)
             held = [parameter for _, parameters in groups for parameter in parameters]
             if states:
-                owned, masters = self._split(held)
+                owned, masters = self.masters.split(held)
                 self._record_state(now, watched.optimizer, owned, masters)
                 self._record_rounded(now, masters)
             self._record_membership(now, watched.name, groups)
@@ -134,15 +124,15 @@ class OptimizerProbe:
         self.on_step()
         position = self._guard.position
         position.phase = "optimizer"
-        owned, masters = self._split(parameters_of(optimizer))
+        owned, masters = self.masters.split(parameters_of(optimizer))
         first = (owned + masters)[0].name if owned or masters else ""
         with Snapshot(self._guard, "optimizer"):
             watched.call = position.next_call(f"{watched.name} steps {first}")
         if owned:
             self._gradients.record_complete([(part.name, part.held) for part in owned])
         for role, parts in (
-            ("grad", [part for part in masters if self._lies_in_weight(part)]),
-            ("main_grad", [part for part in masters if not self._lies_in_weight(part)]),
+            ("grad", [part for part in masters if self.masters.lies_in_weight(part)]),
+            ("main_grad", [part for part in masters if not self.masters.lies_in_weight(part)]),
         ):
             if parts:
                 grads = [(part.name, _grad_of(part)) for part in parts]
@@ -157,7 +147,7 @@ class OptimizerProbe:
         watched = self._find(optimizer)
         if watched is None or self._depth > 0 or not self.recorder.active:
             return
-        owned, masters = self._split(parameters_of(optimizer))
+        owned, masters = self.masters.split(parameters_of(optimizer))
         with Snapshot(self._guard, "optimizer", call=watched.call) as now:
             if self._guard.config.level != "stage":
                 self._record_state(now, optimizer, owned, masters)
@@ -188,7 +178,7 @@ class OptimizerProbe:
     def _record_state(
         self, now: Snapshot, optimizer: Any, owned: list[Part], masters: list[Part]
     ) -> None:
-        others = [part for part in masters if not self._lies_in_weight(part)]
+        others = [part for part in masters if not self.masters.lies_in_weight(part)]
         now.tensors("master", "master", [(part.name, part.of(part.held)) for part in others])
         by_slot: dict[str, list[tuple[str, Tensor]]] = {}
         numbers = []
@@ -203,10 +193,6 @@ class OptimizerProbe:
             now.tensors("optimizer_state", slot, named)
         for name, slot, value in numbers:
             now.value(name, "optimizer_state", slot, value)
-
-    def _lies_in_weight(self, part: Part) -> bool:
-        weight = self._guard.names.parameters.get(part.name)
-        return weight is not None and part.lies_in(weight)
 
     def _record_rounded(self, now: Snapshot, masters: list[Part]) -> None:
         """Each master in its weight's dtype, slot `rounded`: what its weight should be.
@@ -225,13 +211,8 @@ class OptimizerProbe:
 
     def _record_membership(self, now: Snapshot, optimizer: str, groups: Groups) -> None:
         for index, (_, parameters) in enumerate(groups):
-            names = sorted(name for p in parameters for name in self._names_of(p))
+            names = sorted(name for p in parameters for name in self.masters.names_of(p))
             now.value(f"{optimizer}.group{index}", "scalar", "params", "\n".join(names))
-
-    def _names_of(self, parameter: Tensor) -> list[str]:
-        name = self.name_of(parameter)
-        fragments = () if name is not None else self.fragments_of(parameter)
-        return [fragment.name for fragment in fragments] or [name or "?"]
 
     def _record_groups(
         self,
@@ -251,50 +232,6 @@ class OptimizerProbe:
                     # 1 and 1.0 are the same setting.
                     plain = float(value) if type(value) is int else value
                     now.value(f"{boundary}.{path}", "scalar", "0", plain)
-
-    def _split(self, parameters: Sequence[Tensor]) -> tuple[list[Part], list[Part]]:
-        """The optimizer's parameters in group order: (the model's own, masters)."""
-        owned, masters = [], []
-        for parameter in parameters:
-            name = self._guard.names.of(parameter)
-            if name is not None:
-                owned.append(Part(name, parameter))
-            elif id(parameter) in self._masters:
-                masters.append(Part(self._masters[id(parameter)], parameter))
-            else:
-                masters += [Part(f.name, parameter, f) for f in self.fragments_of(parameter)]
-        return owned, masters
-
-    def _name_masters(self) -> None:
-        names = self._guard.names
-        foreign: dict[int, Tensor] = {}
-        owned: set[str] = set()
-        for watched in self.watched:
-            for parameter in parameters_of(watched.optimizer):
-                name = names.of(parameter)
-                if name is not None:
-                    owned.add(name)
-                elif not self.fragments_of(parameter):
-                    foreign[id(parameter)] = parameter
-        self._masters = {}
-        for key, name in self.known_masters().items():
-            if foreign.pop(key, None) is not None:
-                self._masters[key] = name
-                owned.add(name)
-        for name, parameter in names.parameters.items():
-            master = getattr(parameter, "main_param", None)
-            if id(master) in foreign:
-                self._masters[id(master)] = name
-                owned.add(name)
-                del foreign[id(master)]
-        if foreign:
-            free = [(n, p) for n, p in names.parameters.items() if n not in owned]
-            matched = match_masters(list(foreign.values()), free)
-            self._masters |= dict(zip(foreign, matched, strict=True))
-
-
-def _no_fragments(parameter: Tensor) -> Sequence[Fragment]:
-    return ()
 
 
 def _nothing() -> None:

@@ -9,59 +9,27 @@ of the queue, so nothing waits for a device before the step ends.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
-import numpy as np
 import torch
 
-from upguard_plugin.capture.deferred import DeferredRows, Ticket
-from upguard_plugin.capture.dumps import Dumps
-from upguard_plugin.capture.position import Position
-from upguard_plugin.capture.rows import Rows, Wire
-from upguard_plugin.capture.slots import Entry, Slots
-from upguard_plugin.capture.storages import Storage, Storages, extent_of
+from upguard_plugin.capture.deferred import Ticket
+from upguard_plugin.capture.recording import Recording
+from upguard_plugin.capture.rows import Wire
+from upguard_plugin.capture.slots import Entry
+from upguard_plugin.capture.storages import Storage, extent_of
 from upguard_plugin.capture.tensors import as_bytes
-from upguard_plugin.capture.writing import Writer, WritingThread
-from upguard_plugin.config import Dump
+from upguard_plugin.capture.writing import Writer
 from upguard_plugin.errors import UnsupportedTensorError
-from upguard_plugin.fingerprint.queue import FingerprintQueue
-from upguard_plugin.records import PHASES, ROLES, Group, Placement, Source, Stretch
-from upguard_plugin.trace.batch import NONE, EventBatch
-
-_NUMBER_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+from upguard_plugin.records import Group, Placement, Source, Stretch
+from upguard_plugin.trace.batch import NONE
 
 __all__ = ["Recorder", "Ticket", "Wire", "Writer"]
 
 
-class Recorder:
+class Recorder(Recording):
     """Collects the events of one rank. The only one who makes rows."""
-
-    def __init__(
-        self,
-        writer: Writer,
-        queue_: FingerprintQueue,
-        roles: Iterable[str] = (),
-        phases: Iterable[str] = (),
-        dump: Dump | None = None,
-    ) -> None:
-        """roles, phases: those to record; none: all. dump: tensors to keep whole."""
-        self.position = Position()
-        self.active = True  # False outside the selected steps: probes return at once
-        self.failure = ""  # why recording ended early
-        self._writer = writer
-        self._queue = queue_
-        self._deferred = DeferredRows(FingerprintQueue(sketch_size=queue_.sketch_size), writer.note)
-        self._lock = threading.RLock()
-        self._rows = Rows()
-        self._slots = Slots(queue_, self._rows.boundary_of, self.note)
-        self._dumps = Dumps(dump)
-        self._noted: set[str] = set()
-        self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
-        self.phases_left_out = frozenset(PHASES) - frozenset(phases or PHASES)
-        self._numbers = {kind: _number_of(dtype) for kind, dtype in _NUMBER_TYPES.items()}
-        self.writing = WritingThread(writer, self)
 
     def record(
         self,
@@ -109,19 +77,6 @@ class Recorder:
                 self._rows.set_value(seq, value)
             return seq
 
-    @property
-    def storages(self) -> Storages | None:
-        """Who wrote which storage; None where writes are not tracked."""
-        return self._slots.storages
-
-    @storages.setter
-    def storages(self, storages: Storages | None) -> None:
-        self._slots.storages = storages
-
-    def wants(self, role: str) -> bool:
-        """Whether events of this role are recorded at all."""
-        return role not in self._left_out
-
     def key_of(
         self, boundary: str, tensor: torch.Tensor, *, role: str, slot: str, phase: str,
         operator: str | None, placement: Placement | None, source: Source | None = None,
@@ -152,14 +107,16 @@ class Recorder:
         if key == NONE:
             return NONE
         with self._lock:
-            if same_as >= self._rows.first_seq:
-                taken, writer = self._rows.slot_of(same_as), NONE
+            rows = self._rows
+            if same_as != NONE and same_as >= rows.first_seq:
+                taken, writer = rows.slot_of(same_as), NONE
             else:
                 taken, writer = self._slots.of(key, tensor, placement, storage)
-            if taken == NONE:
-                return NONE
-            producer = writer if producer == NONE else producer
-            seq = self._add(key, microbatch, call, producer, taken)
+                if taken == NONE:
+                    return NONE
+            if microbatch is None:
+                microbatch = self.position.microbatch
+            seq = rows.add(key, microbatch, call, writer if producer == NONE else producer, taken)
             if self._dumps.active:
                 self._dumps.keep(seq, self._rows.boundary_of(key), tensor)
             return seq
@@ -278,8 +235,7 @@ class Recorder:
                 boundary, f"{value:x}".encode(), role=role, slot=slot, dtype="int", phase=phase,
                 call=call, operator=operator, microbatch=microbatch, moment=moment,
             )  # fmt: skip
-        kind = next((k for k in _NUMBER_TYPES if isinstance(value, k)), float)
-        tensor, view = self._numbers[kind]
+        tensor, view = self._numbers.of(value)
         with self._lock:
             # Written through numpy: an operator of torch here would be seen by dispatch modes. So
             # nobody knows of the write, and a hash of it must not be used again.
@@ -308,52 +264,7 @@ class Recorder:
             operator=operator, microbatch=microbatch, moment=moment,
         )  # fmt: skip
 
-    def finish_step(self, *, mark: str | None = None) -> None:
-        """Close the step: one device-to-host copy, one batch to the writer, on to the next step."""
-        with self._lock:
-            tensors = self._dumps.take()
-            if tensors and self.active:
-                self._writer.write_tensors(f"step{self.position.step}", tensors)
-            batches = self._deferred.close_step(self._take_batch(mark))
-            self.position.next_step()
-        self.writing.send(batches)
-
-    def select(self, recorded: bool) -> None:
-        """Say whether the step that begins is to be recorded."""
-        self.active = recorded and not self.failure
-        self._dumps.select(self.position.step)
-
-    def fail(self, reason: str) -> None:
-        """Stop recording for good; training goes on and the trace says why it is incomplete."""
-        self.failure = self.failure or reason
-        self.active = False
-
-    def note(self, sentence: str) -> None:
-        """Say in the trace, once, what capture could not see."""
-        if sentence not in self._noted:
-            self._noted.add(sentence)
-            self._writer.note(sentence)
-
-    def close(self) -> None:
-        """Write what is finished, then end the trace. An unfinished step is not written."""
-        self.writing.send(self._deferred.close())
-        self.writing.close()
-
     def _add(self, key: int, microbatch: int | None, call: int, producer: int, taken: int) -> int:
         if microbatch is None:
             microbatch = self.position.microbatch
         return self._rows.add(key, microbatch, call, producer, taken)
-
-    def _take_batch(self, mark: str | None) -> EventBatch | None:
-        hashes = self._queue.take()
-        if self.storages is not None:
-            self.storages.forget_hashes()  # slots are numbered anew in each step
-        batch = self._rows.take(hashes, self.position, mark)
-        return batch if self.active else None
-
-
-def _number_of(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
-    """A 0-dim CPU tensor to put numbers in, and numpy's view of it."""
-    with torch._C._DisableTorchDispatch():  # for no mode to see
-        tensor = torch.zeros((), dtype=dtype, device="cpu")
-        return tensor, tensor.numpy()

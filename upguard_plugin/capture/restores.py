@@ -126,7 +126,7 @@ class RestoreProbe:
                 boundary = f"{name}.group{number}.{key}"
                 items.append(_Item(boundary, "scalar", "0", theirs[key], setting))
             for index, parameter in zip(theirs["params"], ours["params"], strict=False):
-                owner = probe.name_of(parameter)
+                owner = probe.masters.name_of(parameter)
                 for slot, value in leaves_of(given["state"].get(index)) if owner else ():
                     state = _State(partial(probe.state_of, optimizer), parameter, slot)
                     items.append(_Item(owner or "", "optimizer_state", slot, value, state))

@@ -50,11 +50,11 @@ class Slots:
         if storages is None or storage is None:
             return self._put(self._boundary_of(key), tensor, placement), NONE
         view = look(tensor) if placement is None else (look(tensor), id(placement))
-        slot = storage.known.get(view)
-        if slot is None or storages.is_due():
+        slot = storage.slot_of(view)
+        if slot == NONE or storages.is_due():
             slot = self._put(self._boundary_of(key), tensor, placement)
             if storage.in_sight and slot != NONE:
-                storage.known[view] = slot
+                storage.remember(view, slot)
         return slot, storage.writer_of(tensor)
 
     def of_many(self, entries: Sequence[Entry], phase: str) -> Sequence[int]:
@@ -84,4 +84,4 @@ class Slots:
         storage = None if self.storages is None else self.storages.find(tensor)
         if storage is None or storage.written_in != phase or placement is not None:
             return NONE
-        return storage.known.get(look(tensor), NONE)
+        return storage.slot_of(look(tensor))

@@ -41,6 +41,8 @@ class Snapshot:
 
     def tensors(self, role: str, slot: str, named: NamedTensors) -> None:
         """Record tensors of any shape and dtype that share their role and slot."""
+        if not self._recorder.wants(role):
+            return
         entries = []
         for boundary, found in named:
             tensor = readable(found)

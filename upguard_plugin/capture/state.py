@@ -39,7 +39,7 @@ class StateProbe:
         self._guard = guard
         self.gradients = GradientProbe(guard)
         self.optimizers = OptimizerProbe(guard, self.gradients, self.mark_recorded)
-        self.clipping = ClippingProbe(guard, self.gradients, self.optimizers.name_of)
+        self.clipping = ClippingProbe(guard, self.gradients, self.optimizers.masters.name_of)
         self._started: int | None = None  # the last step whose start is recorded
         self._updated: set[str] = set()  # parameters recorded after an optimizer's step
 

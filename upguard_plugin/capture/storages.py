@@ -9,8 +9,8 @@ cannot give the address to another storage.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,26 +38,60 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """What is known of one storage since its last write."""
+    """What is known of one storage since its last write.
+
+    Made for nearly every operator: what there is mostly one of is held without a table.
+    """
 
     alive: StorageWeakRef
-    memory: tuple[int, int]  # address and size of its bytes: both change when it is resized
+    address: int  # of its bytes; this and their number change when it is resized
+    size: int
     in_sight: bool  # False: something that the dispatcher does not show may write it
     exposed: bool = False  # in_sight stays False: its memory was handed out of torch
     version: int = NONE  # torch's counter when it was last looked at
-    known: dict[Hashable, int] = field(default_factory=dict)  # look at it -> slot of its hash
     written_in: str = ""  # phase of the last write that was seen
-    holds: list[Held] = field(default_factory=list)  # kept by contents.py
-    # Who wrote which bytes last; a flat buffer has many writers, most storages have one.
-    _writers: dict[Extent, int] = field(default_factory=dict)
-    _blank: list[Extent] = field(default_factory=list)  # bytes that nobody has written yet
+    # Slots of the hashes taken since then, by how the tensor looked at the storage.
+    _look: Hashable = None
+    _slot: int = NONE
+    _slots: dict[Hashable, int] | None = None  # of further looks
+    # Who wrote which bytes last: most storages have one writer, a flat buffer has many.
+    _first: int = NONE
+    _last: int = NONE
+    _writer: int = NONE
+    _writers: dict[Extent, int] | None = None  # all of them, once there is another
+    _blank: Sequence[Extent] = ()  # bytes that nobody has written yet
     _filled: int = 0  # bytes that strided writes put among the blank ones
+    holds: Sequence[Held] = ()  # whose elements its bytes are; kept by contents.py
+
+    def slot_of(self, view: Hashable) -> int:
+        """The slot of the hash of its bytes, looked at like this; NONE if none is known."""
+        if self._look == view:
+            return self._slot
+        return NONE if self._slots is None else self._slots.get(view, NONE)
+
+    def remember(self, view: Hashable, slot: int) -> None:
+        """Note the slot of the hash just taken."""
+        if self._look is None or self._look == view:
+            self._look, self._slot = view, slot
+        elif self._slots is None:
+            self._slots = {view: slot}
+        else:
+            self._slots[view] = slot
+
+    def forget(self) -> None:
+        """Drop the hashes: the bytes may be others now."""
+        self._look = self._slots = None
 
     def note_writer(self, extent: Extent, writer: int) -> None:
         """Remember the event that wrote these bytes."""
+        first, last = extent
         writers = self._writers
-        if writers and extent not in writers:
-            first, last = extent
+        if writers is None:
+            if self._first == NONE or (first <= self._first and self._last <= last):
+                self._first, self._last, self._writer = first, last, writer
+                return
+            writers = self._writers = {(self._first, self._last): self._writer}
+        if extent not in writers:
             covered = [e for e in writers if first <= e[0] and e[1] <= last]
             for other in covered:
                 del writers[other]
@@ -68,9 +102,11 @@ class Storage:
 
     def writer_of(self, tensor: torch.Tensor) -> int:
         """Seq of the last event that wrote some of the tensor's bytes, or NONE."""
-        if not self._writers:
+        if self._first == NONE:
             return NONE
         first, last = extent_of(tensor)
+        if self._writers is None:
+            return self._writer if self._first <= last and first <= self._last else NONE
         newest = NONE
         for (low, high), seq in self._writers.items():
             if low <= last and first <= high and seq > newest:
@@ -79,10 +115,10 @@ class Storage:
 
     def make_blank(self) -> None:
         """Its bytes are whatever memory held before: no value of the run."""
-        self.known.clear()
-        self.holds.clear()
-        self._writers.clear()
-        self._blank, self._filled = [(0, self.memory[1] - 1)], 0
+        self.forget()
+        self.holds = ()
+        self._first, self._writer, self._writers = NONE, NONE, None
+        self._blank, self._filled = ((0, self.size - 1),), 0
 
     def forget_held(self, tensor: torch.Tensor) -> None:
         """What the bytes that the tensor reaches were is not known any more."""
@@ -100,8 +136,8 @@ class Storage:
 
     def grow_blank(self, old_bytes: int) -> None:
         """Its memory has grown from so many bytes; the new ones are blank."""
-        if self.memory[1] > old_bytes:
-            self._blank.append((old_bytes, self.memory[1] - 1))
+        if self.size > old_bytes:
+            self._blank = (*self._blank, (old_bytes, self.size - 1))
 
     def has_value(self, tensor: torch.Tensor) -> bool:
         """Whether all bytes that the tensor reaches were written by somebody."""
@@ -118,9 +154,9 @@ class Storage:
         if last - first + 1 > tensor.nbytes:  # with gaps, which other writes may fill
             self._filled += tensor.nbytes
             if self._filled >= sum(high - low + 1 for low, high in self._blank):
-                self._blank = []
+                self._blank = ()
             return
-        left = []
+        left: list[Extent] = []
         for low, high in self._blank:
             left += [] if first <= low else [(low, min(high, first - 1))]
             left += [] if high <= last else [(max(low, last + 1), high)]
@@ -128,14 +164,14 @@ class Storage:
 
     def forget_blank(self) -> None:
         """Take all bytes for written: by something that did not say which."""
-        self._blank = []
+        self._blank = ()
 
 
 class Storages:
     """The storages that operators have touched."""
 
     def __init__(self) -> None:
-        self._by_address: dict[int, Storage] = {}
+        self._by_address: dict[int, Storage] = {}  # by where torch keeps the storage
         self._room = 4096
         self._reuses = 0
 
@@ -145,21 +181,21 @@ class Storages:
     def of(self, tensor: torch.Tensor) -> Storage:
         """The entry of a tracked tensor's storage, made on first sight."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        entry = self._by_address.get(address)
-        memory = (storage.data_ptr(), storage.nbytes())
+        identity = storage._cdata
+        entry = self._by_address.get(identity)
+        address, size = storage.data_ptr(), storage.nbytes()
         if entry is None:
             if len(self._by_address) >= self._room:
                 self.prune()
             # Memory that torch did not allocate belongs to somebody who may write it.
             own = storage.resizable()
-            entry = self._by_address[address] = Storage(StorageWeakRef(storage), memory, own)
-            entry.exposed = not own
+            entry = Storage(StorageWeakRef(storage), address, size, own, exposed=not own)
+            self._by_address[identity] = entry
         version = NONE if tensor.is_inference() else tensor._version
-        if entry.version != version or entry.memory != memory:
+        if entry.version != version or entry.address != address or entry.size != size:
             # Something moved the counter or the bytes: a write that the dispatcher did not show.
-            entry.known.clear()
-            entry.version, entry.memory = version, memory
+            entry.forget()
+            entry.version, entry.address, entry.size = version, address, size
         return entry
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
@@ -168,17 +204,19 @@ class Storages:
 
     def prune(self) -> None:
         """Forget storages that are gone, so that the table does not grow with the run."""
-        self._by_address = {
-            address: entry
-            for address, entry in self._by_address.items()
-            if not entry.alive.expired()
-        }
+        known = self._by_address.items()
+        self._by_address = {key: entry for key, entry in known if not entry.alive.expired()}
         self._room = max(4096, 2 * len(self._by_address))
 
     def forget_hashes(self) -> None:
-        """Drop what is known of all bytes, keep who wrote them. Done between steps."""
+        """Drop what is known of all bytes, keep who wrote them."""
         for entry in self._by_address.values():
-            entry.known.clear()
+            entry.forget()
+
+    def end_step(self) -> None:
+        """As `forget_hashes`, and forget storages that are gone."""
+        self.prune()
+        self.forget_hashes()
 
     def forget_all(self) -> None:
         """Drop everything but what may be written out of sight: writes were not tracked."""
@@ -196,14 +234,14 @@ class Storages:
         """
         entry = self.find(tensor)
         if entry is not None:
-            entry.known.clear()
+            entry.forget()
             entry.forget_blank()
             entry.in_sight = False
             entry.exposed |= for_good
 
     def writing(self, entry: Storage, tensor: torch.Tensor, phase: str, in_place: bool) -> None:
         """Note a write by the operator that is running: all that was known of the bytes is void."""
-        entry.known.clear()
+        entry.forget()
         entry.fill(tensor)
         entry.in_sight = not entry.exposed
         entry.written_in = phase
@@ -223,11 +261,12 @@ def is_tracked(tensor: torch.Tensor) -> bool:
 
 def extent_of(tensor: torch.Tensor) -> Extent:
     """First and last byte of the storage that the tensor reaches."""
-    size = tensor.element_size()
     first = int(tensor.storage_offset())
+    if first == 0 and tensor.is_contiguous():
+        return 0, tensor.nbytes - 1
+    size, last = tensor.element_size(), first
     if tensor.is_contiguous():
         return first * size, (first + tensor.numel()) * size - 1
-    last = first
     for n, step in zip(tensor.shape, tensor.stride(), strict=True):
         last += int((n - 1) * step)
     return first * size, (last + 1) * size - 1
@@ -238,7 +277,7 @@ def look(tensor: torch.Tensor) -> Hashable:
     lazy = tensor.is_conj() + 2 * tensor.is_neg()  # signs that are not in the bytes yet
     if tensor.is_contiguous():
         # A reshape leaves the fingerprint as it is.
-        return (tensor.storage_offset() * tensor.element_size(), tensor.numel(), tensor.dtype, lazy)
+        return (tensor.storage_offset(), tensor.numel(), tensor.dtype, lazy)
     return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, lazy)
 
 

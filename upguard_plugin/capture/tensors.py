@@ -23,6 +23,7 @@ _LEAVES = (
     bool, int, float, complex, str, bytes, Enum, np.ndarray, np.generic, torch.dtype,
     torch.layout, torch.memory_format, type(None),
 )  # fmt: skip
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _ARGS = tuple(f"args.{i}" for i in range(64))
 
 Leaves = list[tuple[str, Any]]
@@ -64,6 +65,21 @@ def as_bytes(leaf: Any) -> tuple[bytes, str]:
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.tobytes(), f"numpy.{leaf.dtype}"
     return str(leaf).encode(), type(leaf).__name__
+
+
+class Numbers:
+    """A 0-dim CPU tensor for each type of Python number, to put numbers in."""
+
+    def __init__(self) -> None:
+        with torch._C._DisableTorchDispatch():  # for no mode to see
+            tensors = {
+                kind: torch.zeros((), dtype=_NUMBERS[kind], device="cpu") for kind in _NUMBERS
+            }
+            self._tensors = {kind: (tensor, tensor.numpy()) for kind, tensor in tensors.items()}
+
+    def of(self, value: float) -> tuple[torch.Tensor, np.ndarray]:
+        """The tensor for numbers of this value's type, and numpy's view of it."""
+        return self._tensors[next((kind for kind in _NUMBERS if isinstance(value, kind)), float)]
 
 
 def _collect(

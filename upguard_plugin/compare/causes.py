@@ -7,25 +7,23 @@ Out: a `Cause`. Its kind is the first rule of docs/comparing.md that matches.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from upguard_plugin.compare.communication import collective
 from upguard_plugin.compare.evidence import (
     Scene,
     baseline_draws,
     draws_of,
-    has_local_gradients,
     inputs_equal_of,
-    is_result_dropped,
-    is_stale,
+    lacking,
     overwritten_producer,
     pairs_of,
     rng_parted,
 )
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective
-from upguard_plugin.records import EventKey, Stretch
+from upguard_plugin.records import EventKey
 from upguard_plugin.verdict import Kind
 
 # Modules and operators whose output depends on random draws.
@@ -37,7 +35,6 @@ _RANDOM = re.compile(
 # Modules that draw nothing, whatever else draws in the same step.
 _NEVER_RANDOM = re.compile(r"linear|norm|embedding$|conv|gelu|silu|softmax|sigmoid|tanh", re.I)
 
-_MAX_NAMES = 3  # of the tensors in a buffer that a sentence has
 _KIND_OF_PHASE: dict[str, Kind] = {
     "start": "data",  # of an operator: it runs before the batch is there
     "data": "data",
@@ -69,7 +66,7 @@ def cause_of(scene: Scene) -> Cause:
     """Decide the kind of a divergence and say why."""
     inputs_equal = inputs_equal_of(scene)
     producer = overwritten_producer(scene)
-    for rule in (_state_at_start, _batch, _random, _collective, _structure):
+    for rule in (_state_at_start, _batch, _random, collective, _structure):
         decided = rule(scene)
         if decided is not None:
             kind, why = decided
@@ -88,9 +85,9 @@ def _state_at_start(scene: Scene) -> tuple[Kind, str] | None:
     if key.phase != "start" or scene.finding.what == "form":
         return None if key.phase != "start" else _state_form(scene)
     first = scene.steps.is_first_recorded(scene.step)
-    lacking = _lacking(scene)
+    missing = lacking(scene)
     if key.role == "rng":
-        return "rng", lacking or (
+        return "rng", missing or (
             "at the start, before anything was computed"
             if first
             else "at the start of the step: the step before drew other random numbers, "
@@ -99,13 +96,13 @@ def _state_at_start(scene: Scene) -> tuple[Kind, str] | None:
     if key.role in ("input", "output"):
         return None  # of an operator that ran since the last step
     if key.role in ("grad", "main_grad"):
-        return "backward", lacking or "at the start: it was left over from before"
+        return "backward", missing or "at the start: it was left over from before"
     if key.role in ("optimizer_state", "master", "scalar"):
-        return "optimizer", lacking or (
+        return "optimizer", missing or (
             "at the start, before anything was computed" if first else _since_step_end(scene)
         )
     if first:
-        return "init", lacking or "at the start, before anything was computed"
+        return "init", missing or "at the start, before anything was computed"
     return _written_between(scene)
 
 
@@ -141,7 +138,7 @@ def _written_between(scene: Scene) -> tuple[Kind, str]:
 def _batch(scene: Scene) -> tuple[Kind, str] | None:
     key = scene.key
     if key.role in ("data", "sample"):
-        return "data", _lacking(scene) or "in the batch; nothing before it differs"
+        return "data", lacking(scene) or "in the batch; nothing before it differs"
     side, row = scene.finding.seen_by(scene.pairing)
     if key.role != "input" or key.phase != "forward" or scene.finding.what != "value":
         return None
@@ -188,146 +185,27 @@ def _is_quiet(key: EventKey) -> bool:
     return key.role == "output" and bool(_NEVER_RANDOM.search(key.operator or ""))
 
 
-def _collective(scene: Scene) -> tuple[Kind, str] | None:
-    key, finding = scene.key, scene.finding
-    if not is_collective(key):
-        return _unsynchronised(scene)
-    if finding.what == "alone":
-        held = f": its buffer holds {_names(key.holds)}" if key.holds else ""
-        return "collective", f"{_lacking(scene)}{held}"
-    if finding.what == "order":
-        return "collective", "in its place: the target runs it later, behind another of its group"
-    if finding.what == "form":
-        return "collective", _other_call(scene)
-    if key.role == "output":
-        return "collective", "in its result, with equal inputs on every rank that was compared"
-    refilled = _held_otherwise(scene)
-    if refilled is not None:
-        return "collective", refilled
-    launched = pairs_of(scene.pairing, key.boundary, (key.phase,), "input", "launch")
-    if key.moment == "completion" and len(launched):
-        return "collective", "at completion but not at launch: its input was overwritten in flight"
-    if key.phase in ("grad_sync", "param_sync") and has_local_gradients(scene.pairing):
-        return "collective", "on its way into the collective: the local gradients are equal"
-    return None
-
-
-def _held_otherwise(scene: Scene) -> str | None:
-    """Whose elements a flat buffer holds in each run, where they are not the same tensors'."""
-    finding, pairing = scene.finding, scene.pairing
-    if finding.baseline_row is None or finding.target_row is None:
-        return None
-    ours = pairing.baseline.batch.key_of(finding.baseline_row).holds
-    theirs = pairing.target.batch.key_of(finding.target_row).holds
-    if not ours or not theirs or ours == theirs:
-        return None
-    # What the baseline put there was put there in the target too.
-    verb = "was overwritten by" if overwritten_producer(scene) is not None else "holds"
-    return (
-        f"at {scene.key.moment}: its buffer holds {_names(ours)} in the baseline, and {verb} "
-        f"{_names(theirs)} in the target"
-    )
-
-
-def _names(holds: Sequence[Stretch]) -> str:
-    names = list(dict.fromkeys(stretch.name for stretch in holds))
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
-
-
-def _unsynchronised(scene: Scene) -> tuple[Kind, str] | None:
-    """Gradients and weights that only communication can have changed."""
-    key = scene.key
-    summed = _summed_elsewhere(scene)
-    if summed is not None:
-        return "collective", summed
-    if scene.finding.what == "form" or scene.world_size < 2:
-        return None
-    if is_result_dropped(scene):
-        return "collective", "with equal inputs: the result of the collective in its call is unused"
-    if key.phase == "grad_sync" and key.role in ("grad", "main_grad"):
-        if len(pairs_of(scene.pairing, key.boundary, ("accumulate",), None)):
-            return "collective", "after the gradients were synchronised, not before"
-        if scene.across_layouts and len(pairs_of(scene.pairing, None, ("backward",), None)):
-            # A rank has a share of it, which the other run does not have as such.
-            return "collective", "after the gradients were synchronised; all that flows is equal"
-        return None
-    if key.phase == "param_sync":
-        return "collective", "after the update was shared between ranks, not before"
-    if key.phase != "forward" or key.role != "param":
-        return None
-    before = scene.steps.pairing(scene.step - 1)
-    if before is not None and is_stale(scene, before):
-        return "collective", "as it is used here, not as it stood at the start: a stale weight"
-    return None
-
-
-def _summed_elsewhere(scene: Scene) -> str | None:
-    """What each run declares of a sum over ranks, where they do not agree."""
-    finding, pairing = scene.finding, scene.pairing
-    if finding.what != "form" or finding.baseline_row is None or finding.target_row is None:
-        return None
-    ours = pairing.baseline.batch.key_of(finding.baseline_row).placement
-    theirs = pairing.target.batch.key_of(finding.target_row).placement
-    if ours is None or theirs is None or ours.partial == theirs.partial:
-        return None
-    said = [
-        f"a partial sum over {', '.join(placement.partial)}" if placement.partial else "complete"
-        for placement in (ours, theirs)
-    ]
-    return f"in what it is declared to be: {said[0]} in the baseline, {said[1]} in the target"
-
-
-def _other_call(scene: Scene) -> str:
-    finding, pairing = scene.finding, scene.pairing
-    assert finding.baseline_row is not None and finding.target_row is not None
-    ours = pairing.baseline.batch.key_of(finding.baseline_row)
-    theirs = pairing.target.batch.key_of(finding.target_row)
-    parts = [
-        f"{name} {mine} against {other}"
-        for name, mine, other in (
-            ("op", ours.op, theirs.op),
-            ("operator", ours.operator, theirs.operator),
-            ("ranks", _ranks(ours), _ranks(theirs)),
-            ("dtype", ours.dtype, theirs.dtype),
-            ("shape", list(ours.shape), list(theirs.shape)),
-        )
-        if mine != other
-    ]
-    return f"in the call: {', '.join(parts)}"
-
-
-def _ranks(key: EventKey) -> list[int]:
-    return [] if key.group is None else list(key.group.ranks)
-
-
 def _structure(scene: Scene) -> tuple[Kind, str] | None:
     """What differs without a value behind it; a missing gradient or state is a value."""
     key, finding = scene.key, scene.finding
     if finding.what == "value":
         return None
     if finding.what == "alone" and key.role in ("grad", "main_grad") and key.phase == "clip":
-        return "optimizer", f"{_lacking(scene)}: there it was not clipped or unscaled here"
+        return "optimizer", f"{lacking(scene)}: there it was not clipped or unscaled here"
     if finding.what == "alone" and key.role in ("grad", "main_grad"):
-        return "backward", f"{_lacking(scene)}: there the gradient is None"
+        return "backward", f"{lacking(scene)}: there the gradient is None"
     if finding.what == "alone" and key.role in ("optimizer_state", "master"):
-        return "optimizer", _lacking(scene) or ""
+        return "optimizer", lacking(scene) or ""
     return None
 
 
 def structure_of(scene: Scene) -> Cause:
     """The cause of a finding with no value difference anywhere behind it."""
     if scene.finding.what == "alone":
-        why = f"{_lacking(scene)}, and no value differs behind it"
+        why = f"{lacking(scene)}, and no value differs behind it"
     else:
         why = "in dtype, shape or slot, and no value differs behind it"
     return Cause("structure", None, None, why)
-
-
-def _lacking(scene: Scene) -> str | None:
-    if scene.finding.what != "alone":
-        return None
-    return f"is missing in the {'target' if scene.finding.target_row is None else 'baseline'}"
 
 
 def _how_we_know(scene: Scene, inputs_equal: bool | None, producer: int | None) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.compare.keys import ROLE_NUMBER
-from upguard_plugin.compare.pairing import Side
+from upguard_plugin.compare.sides import Side
 
 Ints = npt.NDArray[np.int64]
 

@@ -7,8 +7,9 @@ import numpy.typing as npt
 
 from upguard_plugin.compare.causes import Cause
 from upguard_plugin.compare.evidence import Scene
-from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.ranks import Origin
+from upguard_plugin.compare.sides import Side
 from upguard_plugin.fingerprint.sketch import EPSILON
 from upguard_plugin.records import EventKey
 from upguard_plugin.trace.batch import EventBatch

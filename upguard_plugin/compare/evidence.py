@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from upguard_plugin.compare.findings import Finding
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective
-from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.pairing import Pairing
+from upguard_plugin.compare.sides import Side
 from upguard_plugin.compare.steps import RankSteps
 from upguard_plugin.records import EventKey
 
@@ -264,3 +265,10 @@ def _same_bits(side: Side, rows: Ints, row: int) -> npt.NDArray[np.bool_]:
     same: npt.NDArray[np.bool_] = side.batch.h[rows] == side.batch.h[row]
     same &= side.batch.s[rows] == side.batch.s[row]
     return same
+
+
+def lacking(scene: Scene) -> str | None:
+    """Half a sentence that says which run has no such event; None where both have it."""
+    if scene.finding.what != "alone":
+        return None
+    return f"is missing in the {'target' if scene.finding.target_row is None else 'baseline'}"

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective, is_operator
-from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.pairing import Pairing
+from upguard_plugin.compare.sides import Side
 from upguard_plugin.compare.unused import Memory, names_of, unused_generators, unused_scalars
 from upguard_plugin.records import EventKey
 

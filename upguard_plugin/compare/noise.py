@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.compare.keys import KeyColumns, KeySpace
-from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.run import Run
+from upguard_plugin.compare.sides import Side
 from upguard_plugin.compare.steps import RankSteps, steps_behind
 
 Ints = npt.NDArray[np.int64]

@@ -18,9 +18,10 @@ import numpy.typing as npt
 from upguard_plugin.compare.findings import Finding, find, pair_places
 from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER
 from upguard_plugin.compare.noise import RankNoise
-from upguard_plugin.compare.pairing import Pairing, Side
+from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
+from upguard_plugin.compare.sides import Side
 from upguard_plugin.compare.steps import RankSteps
 from upguard_plugin.compare.unused import Memory
 from upguard_plugin.records import LEVELS

@@ -4,8 +4,8 @@ numba writes them beside the module, or in the user's cache directory, whichever
 are found by numba itself. Where neither is, the kernels are compiled in memory, in each process
 (seconds), and `cache_note` says so for the manifest.
 
-numba notices a change in the file of an entry point only: who changes `residues.py` or `vector.py`
-has to touch `cpu.py` and `measure.py` too, or the old code stays in use.
+numba notices a change in the file of an entry point only: who changes a file that `cpu.py` or
+`measure.py` imports kernels from has to touch these two as well, or the old code stays in use.
 """
 
 from __future__ import annotations

@@ -13,13 +13,16 @@ import numpy as np
 from numba import carray, njit
 from numba import uint64 as u64
 
+from upguard_plugin.fingerprint import gather, tiles
 from upguard_plugin.fingerprint.cache import compile_kernel
+from upguard_plugin.fingerprint.gather import MAX_RUN_BYTES, hash_gathered
 from upguard_plugin.fingerprint.residues import add, pointer
 from upguard_plugin.fingerprint.stretches import hash_stretch
 from upguard_plugin.fingerprint.tiles import hash_tile
 
 Row = Any  # memory seen as int64
 
+SCRATCH_BYTES = max(gather.SCRATCH_BYTES, tiles.SCRATCH_BYTES)
 MAX_DIMS = 4  # outer dims of one sweep; see `sweeps.py`
 TILE_COLUMN = 6 + 3 * MAX_DIMS  # from here on: what a sweep of tiles has besides
 MEASURE_COLUMN = TILE_COLUMN + 4  # from here on: for `measure.py`
@@ -49,15 +52,29 @@ def locate_run(row: Row, run: int) -> tuple[int, int]:
 
 
 @njit
+def _neighbours(row: Row) -> tuple[int, int]:
+    """How many short runs follow one another logically, and their distance in memory."""
+    innermost = 6 + 3 * (row[5] - 1)
+    if row[TILE_COLUMN] or row[5] == 0 or row[3] > MAX_RUN_BYTES:
+        return 1, 0
+    if row[innermost + 2] != row[3]:
+        return 1, 0
+    return row[innermost], row[innermost + 1]
+
+
+@njit
 def _hash_rows(table: int, num_sweeps: int, out: int, scratch: int) -> None:
     rows = carray(pointer(u64(table), np.int64), (num_sweeps, SWEEP_COLUMNS))
     for t in range(num_sweeps):
         row = rows[t]
         target = carray(pointer(u64(out + 16 * row[0]), np.uint64), (2,))
-        for run in range(count_runs(row)):
+        columns = row[TILE_COLUMN]
+        neighbours, step = _neighbours(row)
+        for run in range(0, count_runs(row), neighbours):
             address, offset = locate_run(row, run)
-            columns = row[TILE_COLUMN]
-            if columns:
+            if neighbours > 1:
+                h, s = hash_gathered(address, step, neighbours, row[3], offset, row[4], scratch)
+            elif columns:
                 itemsize, row_step = row[TILE_COLUMN + 3], row[TILE_COLUMN + 2]
                 h, s = hash_tile(
                     address, offset, row[3] // itemsize, row_step, columns, row[TILE_COLUMN + 1],
@@ -92,7 +109,7 @@ def hash_sweeps(table: int, num_sweeps: int, out: int, scratch: int) -> None:
     From TILE_COLUMN on, where the bytes of a run are a column of the logical tensor: number of
     columns, their step in memory, the logical step from element to element of a run, bytes of an
     element; else 0. Offsets and steps count bytes.
-    scratch: address of `tiles.SCRATCH_BYTES` bytes.
+    scratch: address of SCRATCH_BYTES bytes.
     """
     _hash_rows(table, num_sweeps, out, scratch)
 

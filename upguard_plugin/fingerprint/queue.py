@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from upguard_plugin.fingerprint import tiles
+from upguard_plugin.fingerprint import cpu
 from upguard_plugin.fingerprint.cache import cache_note
 from upguard_plugin.fingerprint.cpu import SWEEP_COLUMNS, hash_many_sweeps, hash_run, hash_sweeps
 from upguard_plugin.fingerprint.devices import DeviceSlots, device_slots, is_small
@@ -63,10 +63,11 @@ class FingerprintQueue:
         check_host()
         self._magnitudes = magnitudes
         self._sketch_size = check_size(sketch_size) if sketch_size else 0
-        self._slots = 0
+        self._slots = self._room = 0  # slots in use, and those there is room for
         self._pairs = Rows(2, np.uint64, 0)  # h and s of each slot
         self._measures = Rows(2 + self._sketch_size, np.float64, np.nan)
-        self._scratch = np.zeros(max(SCRATCH_BYTES, tiles.SCRATCH_BYTES), np.uint8)
+        self._scratch = np.zeros(max(SCRATCH_BYTES, cpu.SCRATCH_BYTES), np.uint8)
+        self._scratch_address = self._scratch.ctypes.data
         self._plans = Plans()
         self._devices: dict[torch.device, DeviceSlots] = {}
 
@@ -144,8 +145,8 @@ class FingerprintQueue:
         if rows:
             table = np.zeros((len(rows), SWEEP_COLUMNS), np.int64)
             table[:, [0, 1, 3, 4]] = np.array(rows, np.int64)
-            scratch = self._scratch.ctypes.data
-            hash_many_sweeps(table.ctypes.data, len(rows), self._pairs.address, scratch)
+            where = (table.ctypes.data, len(rows), self._pairs.address)
+            hash_many_sweeps(*where, self._scratch_address)
         for device, entries in small.items():
             slots, short = zip(*entries, strict=True)
             self._slots_of(device).put_many(slots, short)
@@ -191,11 +192,8 @@ class FingerprintQueue:
         if not parts[0].tensor.is_cpu:
             self._slots_of(parts[0].tensor.device).put(slot, planned, measured, size)
             return slot
-        table = sweep_table(slot, planned)
-        where, scratch = (
-            (table.ctypes.data, len(table), self._pairs.address),
-            self._scratch.ctypes.data,
-        )
+        table, scratch = sweep_table(slot, planned), self._scratch_address
+        where = (table.ctypes.data, len(table), self._pairs.address)
         if not measured:
             short = sum(part.tensor.nbytes for part in parts) < LONG_BYTES
             (hash_sweeps if short else hash_many_sweeps)(*where, scratch)
@@ -211,12 +209,15 @@ class FingerprintQueue:
         return self._devices[device]
 
     def _next_slot(self) -> int:
-        self._reserve(1)
-        self._slots += 1
-        return self._slots - 1
+        slot = self._slots
+        if slot >= self._room:
+            self._reserve(1)
+        self._slots = slot + 1
+        return slot
 
     def _reserve(self, count: int) -> None:
         self._pairs.reserve(self._slots + count)
+        self._room = len(self._pairs.values)
         if self._magnitudes or self._sketch_size:
             self._measures.reserve(self._slots + count)
 

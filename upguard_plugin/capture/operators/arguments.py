@@ -23,15 +23,24 @@ class Argument:
     storage: Storage | None = None  # None: it has none that writes can be tracked of
 
 
-def tensors_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:
-    """All tensors that an operator is given, lists included, in the order of the schema."""
+def tensors_given(
+    args: Sequence[Any], kwargs: Mapping[str, Any], keys: frozenset[int | str] | None = None
+) -> list[Argument]:
+    """All tensors that an operator is given, lists included, in the order of the schema.
+
+    keys: of the arguments to look at; None: all.
+    """
     found: list[Argument] = []
     for position, value in enumerate(args):
+        if keys is not None and position not in keys:
+            continue
         if isinstance(value, torch.Tensor):
             found.append(Argument(_ARGS[position], position, NONE, value))
         elif isinstance(value, (list, tuple)):
             _add_list(found, f"args.{position}", position, value)
     for name, value in kwargs.items():
+        if keys is not None and name not in keys:
+            continue
         if isinstance(value, torch.Tensor):
             found.append(Argument(f"kwargs.{name}", name, NONE, value))
         elif isinstance(value, (list, tuple)):

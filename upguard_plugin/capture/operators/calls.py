@@ -45,7 +45,10 @@ class Running:
 
 
 class OperatorCalls:
-    """Records the operators of one run, in program order. Its public methods are shielded."""
+    """Records the operators of one run, in program order.
+
+    `begin` and `finish`, which are called most, are to be shielded by their caller.
+    """
 
     def __init__(self, guard: Host) -> None:
         self.recorder = guard.recorder
@@ -62,22 +65,23 @@ class OperatorCalls:
         """To be called when no operators are watched any more."""
         self._locator.forget()
 
-    @shielded
     def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Running | None:
         """Record the inputs. None: there is nothing to be said of the operator's results."""
         if not isinstance(func, torch._ops.OpOverload):
             return None  # a higher-order operator: what it runs comes by itself
-        self._follow_step()
+        if self._position.step != self._step:
+            self._follow_step()
         operator = describe(func)
         if operator.is_view or not operator.is_observed:
             self._locator.place_quickly()
             return None
-        arguments = tensors_given(args, kwargs)
+        looked_at = None if self._inputs_wanted else operator.looked_at
+        arguments = tensors_given(args, kwargs, looked_at)
         if operator.is_collective:
             for argument in arguments:
                 self.storages.lose_sight(argument.tensor)
             return None
-        return self._begin_recorded(operator, arguments, kwargs)
+        return self._begin_recorded(operator, arguments, args, kwargs)
 
     @shielded
     def begin_opaque(
@@ -86,14 +90,15 @@ class OperatorCalls:
         """Record the inputs of code that may bypass the dispatcher. writes: all may be written."""
         if out_of_sight(self.recorder):
             return None
-        self._follow_step()
+        if self._position.step != self._step:
+            self._follow_step()
         arguments = [
             argument
             for argument in tensors_given(args, kwargs)
             if not is_traceable_wrapper_subclass(argument.tensor)
         ]
         operator = opaque_operator(name, frozenset(a.key for a in arguments) if writes else None)
-        return self._begin_recorded(operator, arguments, kwargs)
+        return self._begin_recorded(operator, arguments, args, kwargs)
 
     @shielded
     def finish_opaque(self, running: Running | None, result: Any) -> None:
@@ -106,7 +111,7 @@ class OperatorCalls:
             self._locator.note_node(argument.tensor.grad_fn, running.place)
         for argument in (*running.arguments, *returned):
             if argument.storage is not None:
-                argument.storage.known.clear()
+                argument.storage.forget()
         for argument in running.arguments:
             if argument.key in running.operator.written:
                 self._written(running, argument, "after")
@@ -117,16 +122,19 @@ class OperatorCalls:
                 self._written(running, argument, None)
 
     def _begin_recorded(
-        self, operator: Operator, arguments: list[Argument], kwargs: dict[str, Any]
+        self,
+        operator: Operator,
+        arguments: list[Argument],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Running | None:
-        place, phase = self._locator.place_of(arguments)
+        place, phase = self._locator.place_of(args, kwargs)
         selected = self._selects_all or self._is_selected(place.boundary, phase)
         if not selected and not operator.has_effects:
             return None
-        if self._inputs_wanted or not operator.returns_fresh:
-            find = self.storages.find
-            for argument in arguments:
-                argument.storage = find(argument.tensor)
+        find = self.storages.find
+        for argument in arguments:
+            argument.storage = find(argument.tensor)
         if not selected:
             return Running(operator, arguments, place, phase)
         running, site = self._running(operator, place, phase, arguments)
@@ -139,7 +147,6 @@ class OperatorCalls:
                     self._record(running, argument, "input", moment)
         return running
 
-    @shielded
     def finish(self, running: Running, result: Any) -> None:
         """Record what the operator wrote, then what it returned."""
         operator, arguments = running.operator, running.arguments
@@ -159,7 +166,7 @@ class OperatorCalls:
         elif operator.is_foreign:
             for argument in arguments:
                 if argument.storage is not None:
-                    argument.storage.known.clear()
+                    argument.storage.forget()
         known = [argument.storage for argument in arguments if argument.storage is not None]
         for returned in tensors_returned(result):
             if operator.written and any(a.tensor is returned.tensor for a in arguments):
@@ -187,7 +194,7 @@ class OperatorCalls:
         """The result of an operator that allocates and does not write."""
         for argument in arguments:
             if argument.storage is not None and argument.tensor is result:  # resize_
-                before = argument.storage.memory[1]
+                before = argument.storage.size
                 self.storages.of(result).grow_blank(before)
                 return
         for returned in tensors_returned(result):
@@ -247,8 +254,6 @@ class OperatorCalls:
             )  # fmt: skip
 
     def _follow_step(self) -> None:
-        if self._position.step == self._step:
-            return
         if self._position.step != self._step + 1:
             self.storages.forget_all()  # nobody followed what was written meanwhile
         self._step = self._position.step

@@ -6,6 +6,9 @@ Out: a `Place` and a phase.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
 from upguard_plugin.capture.operators.arguments import Argument
@@ -21,6 +24,7 @@ from upguard_plugin.capture.operators.source import SourceFinder
 from upguard_plugin.capture.probe import Host
 from upguard_plugin.trace.batch import NONE
 
+_current_node = torch._C._current_autograd_node
 _ACCUMULATE, _BACKWARD, _RECOMPUTE = "accumulate", "backward", "recompute"
 
 
@@ -34,13 +38,13 @@ class Locator:
         self._sources = SourceFinder()
         self._owners = Owners(guard.names, guard.optimizers)
 
-    def place_of(self, arguments: list[Argument]) -> tuple[Place, str]:
-        """Where the operator that is running belongs, and its phase."""
-        place, phase = self._locate()
-        if phase == "optimizer" and place.boundary == OUTSIDE:
-            owner = self._owners.of(argument.tensor for argument in arguments)
-            place = self._nodes.place(owner, place.microbatch, place.source)
-        return place, phase
+    def place_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Place, str]:
+        """Where the operator that is running with these belongs, and its phase."""
+        position = self._position
+        in_step = position.phase == "optimizer" and not position.module
+        if in_step and _current_node() is None:
+            return self._optimizer_place(args, kwargs), "optimizer"
+        return self._locate()
 
     def place_quickly(self) -> None:
         """Note the place of an operator that is no event: its backward may be one."""
@@ -60,7 +64,7 @@ class Locator:
         for argument in arguments:
             if argument.element != NONE:
                 elements.setdefault(argument.element, []).append(argument.tensor)
-        return tuple(self._owners.of(elements[i]) or OUTSIDE for i in sorted(elements))
+        return tuple(self._owners.of(*elements[i]) or OUTSIDE for i in sorted(elements))
 
     def forget(self) -> None:
         """To be called when a step is over."""
@@ -69,7 +73,7 @@ class Locator:
 
     def _locate(self) -> tuple[Place, str]:
         position = self._position
-        node = torch._C._current_autograd_node()
+        node = _current_node()
         if node is None:
             return self._forward_place(position.microbatch), position.phase
         if position.module:  # a module that runs in backward repeats its forward
@@ -87,6 +91,14 @@ class Locator:
             self._nodes.note(place)
             return place, _RECOMPUTE
         return place, _BACKWARD
+
+    def _optimizer_place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Place:
+        source = self._sources.nearest(depth=6)
+        owner = self._owners.of(*args, *kwargs.values())
+        place = self._nodes.place(owner, self._position.microbatch, source)
+        if torch.is_grad_enabled():
+            self._nodes.note(place)
+        return place
 
     def _forward_place(self, microbatch: int) -> Place:
         source = self._sources.nearest(depth=6)

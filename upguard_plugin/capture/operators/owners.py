@@ -24,17 +24,29 @@ class Owners:
         self._by_address: dict[int, str] | None = None
         self._last = ""
 
-    def of(self, tensors: Iterable[torch.Tensor]) -> str:
-        """The owner of the first tensor that has one; else that of the operator before."""
+    def of(self, *values: Any) -> str:
+        """The owner of the first tensor that has one; else that of the operator before.
+
+        values: an operator's arguments; tensors are found in lists too.
+        """
         if self._by_address is None:
             self._by_address = dict(self._addresses())
-        for tensor in tensors:
-            if is_tracked(tensor):
-                owner = self._by_address.get(tensor.untyped_storage()._cdata)
-                if owner is not None:
-                    self._last = owner
-                    break
+        owner = self._first(self._by_address, values)
+        if owner is not None:
+            self._last = owner
         return self._last
+
+    def _first(self, owners: dict[int, str], values: Iterable[Any]) -> str | None:
+        for value in values:
+            owner = None
+            if isinstance(value, torch.Tensor):
+                if is_tracked(value):
+                    owner = owners.get(value.untyped_storage()._cdata)
+            elif isinstance(value, (list, tuple)):
+                owner = self._first(owners, value)
+            if owner is not None:
+                return owner
+        return None
 
     def forget(self) -> None:
         """To be called when the step ends."""

@@ -14,14 +14,19 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from upguard_plugin.capture.operators.calls import OperatorCalls
+from upguard_plugin.capture.operators.calls import OperatorCalls, Running
 from upguard_plugin.capture.operators.modes import below_others, leave_mode
 from upguard_plugin.capture.operators.opaque import OpaqueCode
 from upguard_plugin.capture.probe import Host
-from upguard_plugin.capture.shield import shielded
+from upguard_plugin.capture.shield import absorb, shielded
+from upguard_plugin.capture.uncompiled import can_be_told, leave_alone
 
 _RNG_SLOT = "generator"
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+# By name of this module: they are asked for every operator.
+_dispatch_mode = torch._C._get_dispatch_mode
+_num_function_modes = torch._C._len_torch_function_stack
+_is_compiling = torch.compiler.is_compiling
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -34,6 +39,10 @@ class OperatorProbe(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         # Otherwise torch.compile would fall back to eager under this mode: another program.
         return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return not can_be_told()  # True: torch wraps `__torch_dispatch__` below
 
     def __init__(self, guard: Host) -> None:
         super().__init__()
@@ -68,16 +77,42 @@ class OperatorProbe(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.recorder.active or (self._launching and get_ident() in self._launching):
             return func(*args, **kwargs)
-        if torch._C._get_dispatch_mode(_FAKE) is not None:
+        if _dispatch_mode(_FAKE) is not None:
             return func(*args, **kwargs)  # nothing is computed: shapes are worked out
         for kind in types:
             if kind not in _PLAIN:
                 return self._pass_to_subclass(func, args, kwargs)
-        running = self.calls.begin(func, args, kwargs)
+        if _num_function_modes() or _is_compiling():
+            return self._run_in_shade(func, args, kwargs)
+        # As `shielded`, without a call more for each half.
+        try:
+            running = self.calls.begin(func, args, kwargs)
+        except Exception as error:
+            absorb(self.recorder, error)
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)  # what it raises is the user's
         if running is not None:
-            self.calls.finish(running, result)
+            try:
+                self.calls.finish(running, result)
+            except Exception as error:
+                absorb(self.recorder, error)
         return result
+
+    def _run_in_shade(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator where modes of the user's, or a compiler, must not see what we do."""
+        running = self._begin(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if running is not None:
+            self._finish(running, result)
+        return result
+
+    @shielded
+    def _begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Running | None:
+        return self.calls.begin(func, args, kwargs)
+
+    @shielded
+    def _finish(self, running: Running, result: Any) -> None:
+        self.calls.finish(running, result)
 
     def _pass_to_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a subclass run it: the operators on the tensors inside come here by themselves."""
@@ -109,3 +144,7 @@ class OperatorProbe(TorchDispatchMode):
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Somebody gets the address of the tensor's memory: it is never trusted again."""
         self.calls.storages.lose_sight(tensor, for_good=True)
+
+
+if can_be_told():
+    leave_alone(OperatorProbe.__torch_dispatch__.__code__)

@@ -36,6 +36,8 @@ UNANNOTATED_WRITES: dict[str, tuple[str, ...]] = {
     "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
     "aten::batch_norm_update_stats": ("running_mean", "running_var"),
 }
+# Overloads are kept with what was read of them, so that the id of one stays its own.
+_known: dict[int, tuple[torch._ops.OpOverload, Operator]] = {}
 # Its first result is what it wrote into the memory of an argument.
 _WRITES_ITS_RESULT = {"fsdp::all_gather_copy_in"}
 
@@ -55,8 +57,8 @@ class Operator:
     writes_its_result: bool
     is_observed: bool
     is_foreign: bool  # not torch's own: its schema may be silent on what it writes
-    returns_fresh: bool  # its results share no memory with its arguments
     returns_written: bool  # its results are arguments that it wrote, nothing else
+    looked_at: frozenset[int | str] | None  # arguments to follow if none is recorded; None: all
     moves: bool = False  # it puts elements elsewhere, in their order
 
     @property
@@ -65,9 +67,15 @@ class Operator:
         return bool(self.written) or self.is_foreign or self.makes_uninitialised
 
 
-@cache
 def describe(overload: torch._ops.OpOverload) -> Operator:
-    """Read an overload's schema, once: a run has some hundred overloads."""
+    """What the schema says, read once: a run has some hundred overloads."""
+    known = _known.get(id(overload))  # by id: overloads are slow to hash
+    if known is None:
+        known = _known[id(overload)] = (overload, _read(overload))
+    return known[1]
+
+
+def _read(overload: torch._ops.OpOverload) -> Operator:
     schema = overload._schema
     namespace = overload.namespace
     name = schema.name.split("::", 1)[1]
@@ -78,6 +86,14 @@ def describe(overload: torch._ops.OpOverload) -> Operator:
         if annotated or argument.name in unannotated:
             written.add(argument.name if argument.kwarg_only else position)
     aliases = [value.alias_info for value in schema.returns]
+    returns_written = bool(written) and all(
+        alias is not None and alias.is_write for alias in aliases
+    )
+    is_foreach = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+    is_random = torch.Tag.nondeterministic_seeded in overload.tags
+    # Its results may share memory with any argument, or the others tell whom or where it is for.
+    shares = not returns_written if written else any(aliases)
+    any_matters = namespace != "aten" or shares or is_foreach or is_random
     return Operator(
         name=f"{namespace}.{name}",
         written=frozenset(written),
@@ -85,16 +101,15 @@ def describe(overload: torch._ops.OpOverload) -> Operator:
         # `set_` gives a tensor another storage: it writes no memory.
         is_view=name == "set_"
         or (bool(aliases) and not written and all(alias is not None for alias in aliases)),
-        is_random=torch.Tag.nondeterministic_seeded in overload.tags,
-        is_foreach=name.startswith(("_foreach_", "_fused_", "_amp_foreach_")),
+        is_random=is_random,
+        is_foreach=is_foreach,
         is_collective=namespace in _COLLECTIVE_NAMESPACES,
         makes_uninitialised=namespace == "aten" and name in _UNINITIALISED,
         writes_its_result=schema.name in _WRITES_ITS_RESULT,
         is_observed=namespace not in _UNOBSERVED_NAMESPACES,
         is_foreign=namespace != "aten",
-        returns_fresh=namespace == "aten" and not written and not any(aliases),
-        returns_written=bool(written)
-        and all(alias is not None and alias.is_write for alias in aliases),
+        returns_written=returns_written,
+        looked_at=None if any_matters else frozenset(written),
         moves=namespace == "aten" and name in MOVES,
     )
 
@@ -114,6 +129,6 @@ def opaque_operator(name: str, written: frozenset[int | str] | None = None) -> O
         writes_its_result=False,
         is_observed=True,
         is_foreign=True,
-        returns_fresh=False,
         returns_written=False,
+        looked_at=None,
     )

@@ -15,15 +15,39 @@ from upguard_plugin.records import Source
 if TYPE_CHECKING:
     from upguard_plugin.capture.recorder import Recorder
 
+_NEVER_REPEATED = {"backward", "accumulate", "optimizer"}  # phases without a recompute
+
+
+class Counter:
+    """How often one operator was called for one boundary in one phase, in this step."""
+
+    __slots__ = ("_calls", "_step")
+
+    def __init__(self) -> None:
+        self._calls: dict[int, int] = {}  # by micro-batch
+        self._step = 0
+
+    def next(self, microbatch: int, step: int) -> int:
+        """The number of the next call, from 0."""
+        if self._step != step:
+            self._calls.clear()
+            self._step = step
+        call = self._calls.get(microbatch, 0)
+        self._calls[microbatch] = call + 1
+        return call
+
 
 class Site:
     """One operator called from one line for one boundary, in one phase."""
 
-    __slots__ = ("_keys", "boundary", "operator", "phase", "source")
+    __slots__ = ("_keys", "boundary", "calls", "operator", "phase", "source")
 
-    def __init__(self, boundary: str, operator: str, phase: str, source: Source | None) -> None:
+    def __init__(
+        self, boundary: str, operator: str, phase: str, source: Source | None, calls: Counter
+    ) -> None:
         self.boundary, self.operator = boundary, operator
         self.phase, self.source = phase, source
+        self.calls = calls  # shared with the sites on other lines
         self._keys: dict[tuple[str, str, str | None], tuple[torch.dtype, torch.Size, int]] = {}
 
     def key(self, recorder: Recorder, argument: Argument, role: str, moment: str | None) -> int:
@@ -46,7 +70,8 @@ class Sites:
 
     def __init__(self) -> None:
         self._sites: dict[tuple[str, str, str, int], Site] = {}
-        self._calls: dict[tuple[str, str, str, int], int] = {}
+        self._counters: dict[tuple[str, str, str], Counter] = {}
+        self._step = 0
         self._firsts: dict[tuple[str, str, int, int], int] = {}
         self._repeated: dict[tuple[str, str, int, int], int] = {}
 
@@ -55,7 +80,8 @@ class Sites:
         name = (boundary, operator, phase, id(source))
         site = self._sites.get(name)
         if site is None:
-            site = self._sites[name] = Site(boundary, operator, phase, source)
+            counter = self._counters.setdefault(name[:3], Counter())
+            site = self._sites[name] = Site(boundary, operator, phase, source, counter)
         return site
 
     def next_call(self, site: Site, microbatch: int, module_call: int) -> int:
@@ -63,20 +89,20 @@ class Sites:
 
         In recompute: the number that the forward gave it, in that call of the module.
         """
+        phase = site.phase
+        if phase in _NEVER_REPEATED:
+            return site.calls.next(microbatch, self._step)
         inside = (site.boundary, site.operator, microbatch, module_call)
-        if site.phase == "recompute":
+        if phase == "recompute":
             repeated = self._repeated.get(inside, 0)
             self._repeated[inside] = repeated + 1
             return self._firsts.get(inside, 0) + repeated
-        name = (site.boundary, site.operator, site.phase, microbatch)
-        call = self._calls.get(name, 0)
-        self._calls[name] = call + 1
-        if site.phase != "backward":
-            self._firsts.setdefault(inside, call)
+        call = site.calls.next(microbatch, self._step)
+        self._firsts.setdefault(inside, call)
         return call
 
     def begin_step(self) -> None:
         """Count from 0 again."""
-        self._calls.clear()
+        self._step += 1
         self._firsts.clear()
         self._repeated.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -18,31 +18,42 @@ from upguard_plugin.records import Source
 _LIBRARIES = (
     str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen", *WRAPPERS,
 )  # fmt: skip
+_UNKNOWN: dict[int, Source] = {}
 
 
 class SourceFinder:
     """Finds and interns source lines."""
 
     def __init__(self) -> None:
-        # By id: code objects are slow to hash. They are kept alive, so an id stays its own.
-        self._lines: dict[int, dict[int, Source] | None] = {}  # None: not the user's code
+        # By id: code objects are slow to hash. They are kept alive, so an id stays its own. Of each
+        # the sources by instruction; None: not the user's code.
+        self._lines: dict[int, dict[int, Source] | None] = {}
         self._codes: list[CodeType] = []
+        self._sources: dict[Source, Source] = {}
 
     def nearest(self, depth: int = 1) -> Source | None:
         """The user's line nearest to the caller `depth` frames up; None if there is none."""
-        frame = sys._getframe(depth)
+        frame: FrameType | None = sys._getframe(depth)
         known = self._lines
         while frame is not None:
-            code = frame.f_code
-            if id(code) not in known:
-                self._codes.append(code)
-                is_user = not code.co_filename.startswith(_LIBRARIES)
-                known[id(code)] = {} if is_user else None
-            lines = known[id(code)]
+            lines = known.get(id(frame.f_code), _UNKNOWN)
+            if lines is _UNKNOWN:
+                lines = self._judge(frame.f_code)
             if lines is not None:
-                line = frame.f_lineno
-                if line not in lines:
-                    lines[line] = Source(code.co_filename, line)
-                return lines[line]
-            frame = frame.f_back  # type: ignore[assignment]
+                at = frame.f_lasti  # much cheaper to ask for than the line
+                if at not in lines:
+                    lines[at] = self._intern(Source(frame.f_code.co_filename, frame.f_lineno))
+                return lines[at]
+            frame = frame.f_back
         return None
+
+    def _judge(self, code: CodeType) -> dict[int, Source] | None:
+        """What is known of a code object's lines: nothing yet, or None if it is no user's."""
+        self._codes.append(code)
+        is_user = not code.co_filename.startswith(_LIBRARIES)
+        lines = self._lines[id(code)] = {} if is_user else None
+        return lines
+
+    def _intern(self, source: Source) -> Source:
+        """One object for a line: several operators are called from it."""
+        return self._sources.setdefault(source, source)
