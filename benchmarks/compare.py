@@ -3,11 +3,14 @@
     python benchmarks/compare.py [--events 2300,10000000] [--ranks 1] [--folder DIR] [--jobs 1,2]
                                  [--divergent] [--verify] [--mpiexec] [--rounds N] [--json]
     python benchmarks/compare.py --simulated 10240 [--steps 1000] [--folder DIR] [--jobs 1,2] ...
+    python benchmarks/compare.py --across [--events 1000000] [--folder DIR] [--jobs 1,2] ...
 
 Traces are generated (`traces.py`). The target is the baseline, or differs from the middle step on
 in one event in three; of simulated ranks, one rank does. A trace that the folder holds already is
 used again. Numbers of processes take turns in each round; CPU time is that of all processes of the
 command. 100 million events take 1.2 GB a side and a minute to write, 10,240 simulated ranks 1.2 GB.
+--across compares 64 ranks (tp 8, dp 8) with 32 (tp 4, dp 8), which see half as many events, and
+--divergent then is one bit in the last step (`layout_traces.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from layout_traces import write_layout_run
 from traces import Cluster, write_run, write_simulated
 
 BASELINE = "baseline"
@@ -36,17 +40,21 @@ class Case:
 
     name: str  # of the target: identical or divergent
     size: str  # of the traces
-    write: Callable[[Path, bool], None]
+    write: Callable[..., None]  # path, other
+    write_target: Callable[..., None] | None = None  # where it is no copy
     options: tuple[str, ...] = ()
     processes: int = 1
     by_mpiexec: bool = False
 
     def command(self, folder: Path) -> list[str]:
-        baseline = made(folder / f"{self.size}-{BASELINE}", lambda path: self.write(path, False))
-        if self.name == "identical":
-            target = made(folder / f"{self.size}-{self.name}", partial(shutil.copytree, baseline))
+        baseline = made(folder / f"{self.size}-{BASELINE}", partial(self.write, other=False))
+        target, is_other = folder / f"{self.size}-{self.name}", self.name != "identical"
+        if self.write_target is not None:
+            made(target, partial(self.write_target, other=is_other))
+        elif is_other:
+            made(target, partial(self.write, other=True))
         else:
-            target = made(folder / f"{self.size}-{self.name}", lambda path: self.write(path, True))
+            made(target, partial(shutil.copytree, baseline))
         jobs = [] if self.processes == 1 or self.by_mpiexec else ["--jobs", str(self.processes)]
         pair = [str(baseline), str(target), *self.options, *jobs]
         line = [sys.executable, "-m", "upguard_plugin.cli", "compare", *pair]
@@ -78,6 +86,8 @@ def cases(options: argparse.Namespace) -> list[Case]:
         cluster = Cluster(options.simulated, options.steps)
         size = f"{options.simulated}-simulated-{options.steps}"
         return [Case("divergent", size, lambda path, other: write_simulated(path, cluster, other))]
+    if options.across:
+        return [case for events in options.events for case in across(events, options)]
     listed = []
     for events in options.events:
 
@@ -89,8 +99,21 @@ def cases(options: argparse.Namespace) -> list[Case]:
         if options.divergent:
             listed.append(Case("divergent", size, write))
         if options.verify:
-            listed.append(Case("identical", size, write, ("--verify",)))
+            listed.append(Case("identical", size, write, options=("--verify",)))
     return listed
+
+
+def across(events: int, options: argparse.Namespace) -> list[Case]:
+    """Two layouts of one training."""
+
+    def write(path: Path, other: bool) -> None:
+        write_layout_run(path, events, tp=8)
+
+    def write_target(path: Path, other: bool) -> None:
+        write_layout_run(path, events // 2, tp=4, divergent=other)
+
+    names = ["identical", "divergent"] if options.divergent else ["identical"]
+    return [Case(name, f"{events}-across", write, write_target) for name in names]
 
 
 def measured(command: list[str]) -> dict:
@@ -139,6 +162,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--simulated", type=int, default=0, help="ranks that have digests only")
     parser.add_argument("--steps", type=int, default=1000, help="of simulated ranks")
+    parser.add_argument("--across", action="store_true", help="64 ranks against 32")
     parser.add_argument("--jobs", type=numbers, default=[1])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)

@@ -63,7 +63,7 @@ def run_recorded(
     launches = plan(command, options, environ)
     done: list[Path] = []
     for launch in launches:
-        launch.run.mkdir(parents=True, exist_ok=True)
+        _make(launch.run)
         ended = run_child(launch.command, {**environ, **launch.variables})
         done.append(launch.run)
         if ended.exit_code or ended.interrupted:
@@ -93,7 +93,7 @@ def plan(command: Sequence[str], options: Options, environ: Mapping[str, str]) -
     if options.cpu:
         variables["UPGUARD_CPU"] = "1"
     config = load_config(
-        flags={"--output-dir": options.output},
+        flags={"--output-dir": options.output, "--level": options.level},
         block={"output_dir": str(_free_directory(command))},  # where nobody names one
         environ={**environ, **variables},
     )
@@ -125,6 +125,16 @@ def _free_directory(command: Sequence[str]) -> Path:
     name = Path(script).stem if script else (module or Path(command[0]).name)
     taken = Path("runs")
     return next(p for k in count(1) if not (p := taken / f"{name}-{k}").exists())
+
+
+def _make(run: Path) -> None:
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot record in {run}: {(error.strerror or str(error)).lower()}",
+            remedy="name a directory that can be made with --output",
+        ) from None
 
 
 def _refuse_used(run: Path) -> None:

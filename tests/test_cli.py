@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -175,6 +176,60 @@ def test_show_refuses_what_was_not_recorded(runs, capsys):
     assert (code, err.splitlines()[0]) == (2, f"{runs / 'run'} has nothing of --steps 7")
 
 
+@pytest.mark.parametrize(("verb", "expected"), [("show", 2), ("check", 3)])
+@pytest.mark.parametrize(
+    ("option", "asked", "recorded"),
+    [
+        ("--steps", "7", "0 to 1"),
+        ("--ranks", "4-", "0 to 1"),
+        ("--modules", "haed,tail", "blocks.0, "),
+    ],
+)
+def test_what_names_nothing_of_one_run_is_refused(
+    runs, capsys, verb, expected, option, asked, recorded
+):
+    code, out, err = upguard(capsys, verb, runs / "run", option, asked)
+
+    assert (code, out) == (expected, "")
+    lines = err.splitlines()
+    assert lines[0] == f"{runs / 'run'} has nothing of {option} {asked}"
+    assert lines[1].startswith(f"  recorded  {recorded}")
+    assert lines[2] == f"  try       name recorded ones with {option}"
+
+
+def test_show_refuses_filters_that_no_event_passes(runs, capsys):
+    assert upguard(capsys, "show", runs / "run", "--modules", "head", "--roles", "rng") == (
+        2,
+        "",
+        f"{runs / 'run'} has no event that was asked for\n"
+        f"  try  upguard show {runs / 'run'}, without --modules, --roles and --phase\n",
+    )
+
+
+def test_show_takes_an_event_with_diff_only(runs, capsys):
+    code, _, err = upguard(capsys, "show", runs / "run", "--event", "step 1")
+
+    assert (code, err.splitlines()[0]) == (2, "--event goes with --diff")
+
+
+def test_a_run_without_ranks_names_none_to_try(runs, tmp_path, capsys):
+    shutil.copytree(runs / "run", tmp_path / "half")
+    for rank in (0, 1):
+        shutil.rmtree(tmp_path / "half" / f"rank0000{rank}")
+
+    for arguments in (("compare", runs / "run", tmp_path / "half"), ("check", tmp_path / "half")):
+        code, out, _ = upguard(capsys, *arguments)
+        assert code == 3
+        assert out.splitlines()[0].endswith("0, 1 (found none); copy the missing files")
+
+
+def test_every_verb_says_in_a_few_words_what_it_does(capsys):
+    code, out, _ = upguard(capsys, "--help")
+
+    assert code == 0
+    assert "..." not in out.partition("Commands:")[2]
+
+
 def test_a_closed_pipe_is_no_error(runs):
     code = (
         "import subprocess, sys\n"
@@ -182,5 +237,6 @@ def test_a_closed_pipe_is_no_error(runs):
         "child = subprocess.Popen(show, stdout=subprocess.PIPE, stderr=subprocess.PIPE)\n"
         "child.stdout.readline(); child.stdout.close()\n"
         "assert child.stderr.read() == b'', child.stderr.read()\n"
+        "assert child.wait() == 0, child.returncode\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -257,7 +257,13 @@ def test_ranges_hold_exactly_their_numbers(pairs):
 
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**15, 10**15 + 1, 10**4000])
+    | st.floats()
+    | st.text(max_size=8)
+    | st.from_regex(r"(0{0,200}\d{1,30}|9{5000})(-\d{0,30})?( [kmg]ib)?", fullmatch=True),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=6,
 )
@@ -269,8 +275,49 @@ def test_any_value_is_taken_or_refused_in_a_sentence(name, value):
         config = UpGuardConfig.from_mapping({name: value})
     except ConfigError as error:
         assert name in error.sentence
+        assert len(str(error)) < 500 and "\n" not in error.sentence
     else:
         assert UpGuardConfig.from_mapping(config.to_mapping()) == config
+
+
+@pytest.mark.parametrize("name", ["steps", "ranks", "interval", "check", "max_bytes"])
+def test_a_number_that_is_too_large_is_said_to_be(name):
+    value = 10**15 + 1
+    said = f"cannot use {name} = {value} from the config argument: expected no number above"
+
+    assert refusal({name: value}) == f"{said} 1000000000000000"
+    assert load_config({name: 10**15}, environ={})
+
+
+def test_long_values_are_cut_in_the_sentence():
+    assert refusal({"steps": "9" * 5000}) == (
+        f"cannot use steps = '{'9' * 79}... from the config argument: expected no number above "
+        "1000000000000000"
+    )
+    assert refusal({"interval": 10**5000}).startswith(
+        "cannot use interval = what is too long to be printed from"
+    )
+    assert load_config({"steps": "0" * 5000 + "7"}, environ={}).selected_step(7)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.yaml", f"interval: {'9' * 5000}"),
+        ("c.yaml", "program: 2024-99-99"),
+        ("c.json", f'{{"interval": {"9" * 5000}}}'),
+        ("c.json", "[" * 100_000),
+        ("c.yaml", "[" * 10_000),
+    ],
+)
+def test_a_file_that_python_cannot_hold_is_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+
+    assert refusal(tmp_path / name).startswith(f"cannot read the config file {tmp_path / name}: ")
+
+
+def test_deep_json_in_the_environment_is_refused():
+    assert "cannot use dump" in refusal(environ={"UPGUARD_DUMP": "[" * 100_000})
 
 
 def test_the_documented_table_matches_the_fields():

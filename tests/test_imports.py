@@ -25,11 +25,13 @@ PART_OF = {
     "placement_cover": "records",
     "placement_grammar": "records",
     "placement_pieces": "records",
+    "config_clashes": "config",
     "config_values": "config",
     "program": "environment",
     "exact_functions": "exact",
     "fingerprint.reference": "reference",
     "fingerprint.keys": "reference",
+    "fingerprint.adding": "reference",
     "fingerprint.sketch": "reference",
 }
 BELOW = {

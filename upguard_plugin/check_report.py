@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from upguard_plugin.errors import EXIT_DIVERGENT, EXIT_IDENTICAL, EXIT_INCOMPARABLE
-from upguard_plugin.verdict import EventRef, GroupRef, Model, RunSide, SourceRef
+from upguard_plugin.verdict import EventRef, GroupRef, Model, Report, RunSide, SourceRef
 
 Answer = Literal["unbroken", "broken", "undecided"]
 
@@ -66,7 +66,7 @@ class Checked(Model):
     events: int
 
 
-class CheckReport(Model):
+class CheckReport(Report):
     """The answer to `upguard check RUN`."""
 
     schema_: Literal["upguard.check/1"] = Field(default="upguard.check/1", alias="schema")
@@ -75,6 +75,9 @@ class CheckReport(Model):
     broken: list[Broken] = Field(description="in the order in which they happened")
     checked: dict[str, int] = Field(description="invariant -> how often it was applied")
     never_applied: list[str] = Field(description="invariants that had nothing to check")
+    why_never: dict[str, list[str]] = Field(
+        description="reason -> those of `never_applied` that it holds for"
+    )
     not_applied: dict[str, dict[str, int]] = Field(
         description="invariant -> why it could not be applied -> how often"
     )
@@ -82,15 +85,9 @@ class CheckReport(Model):
     coverage: Checked
     notes: list[str] = Field(description="of an undecided report, the first is the reason")
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.answer]
-
-    def to_json(self) -> str:
-        """Indented JSON, as `--format json` prints it."""
-        return self.model_dump_json(by_alias=True, indent=2)
 
 
 def json_schema() -> str:

@@ -10,7 +10,6 @@ returns its exit code.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from upguard_plugin.cli_options import Verbs, output_options, selection_options,
 from upguard_plugin.errors import (
     EXIT_DIVERGENT,
     EXIT_IDENTICAL,
-    EXIT_UNREADABLE,
+    IncomparableError,
     UpGuardError,
     UsageError,
 )
@@ -89,7 +88,11 @@ def compare(
     quiet: bool,
     verbose: bool,
 ) -> int:
-    """Compare the runs in two directories and name their first divergence."""
+    """Compare two runs and name their first divergence.
+
+    Exit code 0 if they are identical, 1 if they diverge, 2 if something cannot be read or was
+    asked wrongly, 3 if they are not comparable or it is not decided.
+    """
     from upguard_plugin.compare.driver import Comparison, team_for  # slow to load: numpy, pyarrow
     from upguard_plugin.compare.dumped import show_command
     from upguard_plugin.compare.selection import Selection
@@ -143,19 +146,24 @@ def check(
     quiet: bool,
     verbose: bool,
 ) -> int:
-    """Check what must hold inside one run: replicas agree, collectives keep their data, ...
+    """Check what must hold inside one run.
+
+    Replicas agree, collectives keep their data, a recompute repeats its forward, ...
 
     Exit code 0 if nothing is broken, 1 if something is, 3 if there is nothing to check.
     """
-    from upguard_plugin.compare.selection import Selection  # slow to load: numpy
+    from upguard_plugin.compare.idle_rules import refuse_absent  # slow to load: numpy
+    from upguard_plugin.compare.selection import Selection
     from upguard_plugin.invariants.check import check_run  # slow to load: pydantic
     from upguard_plugin.report.check_text import check_text
     from upguard_plugin.report.progress import Progress
     from upguard_plugin.trace.reader import open_trace  # slow to load: pyarrow
 
     selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles)
+    trace = open_trace(Path(run))
+    refuse_absent(trace, selection, IncomparableError)
     with Progress(quiet, "checking") as progress:
-        found = check_run(open_trace(Path(run)), selection, progress=progress)
+        found = check_run(trace, selection, progress=progress)
     report = found.to_json() if form == "json" else check_text(found, verbose=verbose)
     write_report([report], output, quiet)
     return found.exit_code
@@ -184,7 +192,10 @@ def show(
     quiet: bool,
     verbose: bool,
 ) -> int:
-    """Print the events of one run, or how the dumped tensors of two runs differ."""
+    """Print events, or how dumped tensors differ.
+
+    The events of one run; with --diff the elements of the tensors that both runs kept whole.
+    """
     from upguard_plugin.compare.browse import browse  # slow to load: numpy
     from upguard_plugin.compare.dumped import EventName, dumped_pairs
     from upguard_plugin.compare.selection import Selection
@@ -192,11 +203,12 @@ def show(
     from upguard_plugin.report.events import event_lines  # slow to load: pydantic
     from upguard_plugin.trace.reader import open_trace  # slow to load: pyarrow
 
+    forms = "upguard show RUN, or upguard show --diff BASELINE TARGET [--event WORDS]"
     if len(runs) != 1 + diff:
-        raise UsageError(
-            f"show takes {'two runs with' if diff else 'one run without'} --diff, not {len(runs)}",
-            remedy="upguard show RUN, or upguard show --diff BASELINE TARGET",
-        )
+        taken = "two runs with" if diff else "one run without"
+        raise UsageError(f"show takes {taken} --diff, not {len(runs)}", remedy=forms)
+    if event and not diff:
+        raise UsageError("--event goes with --diff", remedy=forms)
     selection = Selection.parse(steps=steps, ranks=ranks, modules=modules, roles=roles, phase=phase)
     traces = [open_trace(Path(path)) for path in runs]
     if diff:
@@ -223,7 +235,11 @@ def run(
     repeat: int,
     command: tuple[str, ...],
 ) -> int:
-    """Run a deepspeed, torchrun, mpiexec, srun, accelerate or python command, recorded."""
+    """Run a training command, recorded.
+
+    COMMAND is a deepspeed, torchrun, mpiexec, srun, accelerate or python command as you have it.
+    The exit code is its own.
+    """
     from upguard_plugin.launch.run import Options, run_recorded  # slow to load: pyarrow
 
     return run_recorded(command, Options(config, level, output, cpu, repeat))
@@ -241,7 +257,9 @@ def run(
 @click.option("--output", type=click.Path(file_okay=False), help="Keep the runs in this folder.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text")
 def demo(fault: str, only_list: bool, output: str | None, form: str) -> int:
-    """Train a small Megatron GPT twice on two processes, once with a fault, and find the fault.
+    """Plant a fault in a real training and find it.
+
+    Trains a small Megatron GPT twice on two processes, once with the fault.
 
     Exit code 0 if each verdict is the expected one, else 1.
     """
@@ -268,7 +286,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; `arguments` default to the process's own."""
     try:
         code: Any = upguard.main(arguments, prog_name="upguard", standalone_mode=False)
-        sys.stdout.flush()
         return int(code)
     except click.ClickException as error:
         error.show()
@@ -276,10 +293,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output (head, less) has gone. Python would complain at exit otherwise.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_UNREADABLE
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ Out: what is printed or written, and an exit code.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -70,14 +73,25 @@ def write_report(lines: Iterable[str], output: str | None, quiet: bool) -> None:
     if quiet and output is None:
         return
     if output is None:
-        for line in lines:
-            click.echo(line)
+        _print(lines)
         return
+    lines = iter(lines)
+    first = list(islice(lines, 1))  # before the file is there: there may be nothing to report
     try:
         with Path(output).open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+            file.writelines(f"{line}\n" for line in chain(first, lines))
     except OSError as error:
         raise UsageError(
             f"cannot write the report to {output}: {error.strerror}",
             remedy="name another file with --output",
         ) from None
+
+
+def _print(lines: Iterable[str]) -> None:
+    try:
+        for line in lines:
+            click.echo(line)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has seen enough: the exit code is still the answer.
+        # What is left in our buffer must go somewhere, or Python complains at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

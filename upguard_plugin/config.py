@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from upguard_plugin import config_values as values
+from upguard_plugin.config_clashes import clash_of
 from upguard_plugin.config_values import Dump, Kind
 from upguard_plugin.errors import ConfigError
 
@@ -155,7 +156,8 @@ def _layer(mapping: Mapping[str, object], source: str) -> Layer:
         raise ConfigError(f"cannot read settings from {source}: expected keys and values")
     for key in mapping:
         if key not in _KINDS:
-            raise _unknown(str(key), source, list(_KINDS))
+            name = key if isinstance(key, str) else values.shown(key)
+            raise _unknown(name, source, list(_KINDS))
     return {key: (value, source) for key, value in mapping.items()}
 
 
@@ -188,15 +190,17 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _unknown(key: str, source: str, known: list[str]) -> ConfigError:
-    return values.unknown(f"unknown setting {key!r} in {source}", key, known)
+    return values.unknown(f"unknown setting {values.shown(key)} in {source}", key, known)
 
 
 def _validated(given: Layer) -> dict[str, Any]:
     parsed = {name: _parsed(name, value, source) for name, (value, source) in given.items()}
-    clash = values.clash(_DEFAULTS | parsed)
+    clash = clash_of(_DEFAULTS | parsed)
     if clash is not None:
         sources = {key: given[key][1] for key in clash.keys if key in given}
-        evidence = {key: f"{given[key][0]!r} from {source}" for key, source in sources.items()}
+        evidence = {
+            key: f"{values.shown(given[key][0])} from {source}" for key, source in sources.items()
+        }
         raise ConfigError(clash.sentence, evidence=evidence)
     return parsed
 
@@ -207,9 +211,11 @@ def _parsed(name: str, value: object, source: str) -> Any:
         return kind.parse(value)
     except ConfigError as error:  # a key inside a nested setting
         raise ConfigError(f"{error.sentence} from {source}", evidence=error.evidence) from None
-    except ValueError:
-        sentence = f"cannot use {name} = {value!r} from {source}: expected {kind.expected}"
-        near = get_close_matches(str(value), kind.words, n=1, cutoff=0.5)
+    except ValueError as error:
+        is_large = isinstance(error, values.TooLarge)
+        expected = f"no number above {values.LARGEST}" if is_large else kind.expected
+        sentence = f"cannot use {name} = {values.shown(value)} from {source}: expected {expected}"
+        near = get_close_matches(value if isinstance(value, str) else "", kind.words, 1, 0.5)
         raise ConfigError(sentence, evidence={"nearest": near[0]} if near else None) from None
 
 
@@ -224,7 +230,9 @@ def _read_file(path: str | os.PathLike[str]) -> Mapping[str, object]:
         raise ConfigError(f"cannot read the config file {path}: expected keys and values")
     block = content.get("upguard", content)
     if not isinstance(block, Mapping):
-        raise ConfigError(f"cannot use upguard = {block!r} in {path}: expected keys and values")
+        raise ConfigError(
+            f"cannot use upguard = {values.shown(block)} in {path}: expected keys and values"
+        )
     return block
 
 
@@ -232,14 +240,14 @@ def _parse_text(text: str, path: str | os.PathLike[str]) -> object:
     if Path(path).suffix == ".json":
         try:
             return json.loads(text, object_pairs_hook=values.unique_keys)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"cannot read the config file {path}: {error}") from None
     import yaml  # slow to load, and only some configs are YAML
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())  # also of dates and keys that Python has not
         raise ConfigError(f"cannot read the config file {path}: {reason}") from None
 
 

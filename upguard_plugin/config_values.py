@@ -36,8 +36,18 @@ class Kind:
         """The value that a variable's or flag's text stands for; the text itself if none."""
         try:
             return self.decode(text)
-        except ValueError:
+        except (ValueError, RecursionError):  # also what Python reads no further: deep JSON
             return text
+
+
+LARGEST = 10**15  # a number above is no step, no rank and no size: it is a slip
+
+
+_SHOWN = 80  # characters of a value in a sentence
+
+
+class TooLarge(ValueError):
+    """A number above `LARGEST`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +58,17 @@ class Dump:
     steps: str | None = None  # "4-6,10"; None: every recorded step
 
 
-@dataclass(frozen=True, slots=True)
-class Clash:
-    """Settings that are right by themselves and impossible together."""
+def shown(value: object) -> str:
+    """A value as it stands in a sentence: long ones are cut."""
+    try:
+        return cut(repr(value))
+    except (ValueError, RecursionError):  # Python writes no number of more than 4300 digits
+        return "what is too long to be printed"
 
-    keys: tuple[str, ...]
-    sentence: str
+
+def cut(text: str) -> str:
+    """The beginning of a text, as far as a sentence holds it."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def unknown(sentence: str, word: str, known: Sequence[str]) -> ConfigError:
@@ -67,15 +82,15 @@ def unknown(sentence: str, word: str, known: Sequence[str]) -> ConfigError:
 
 
 @lru_cache(maxsize=256)
-def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+def range_pairs(text: str) -> tuple[tuple[int, int], ...]:
     """First and last number of each range."""
     pairs = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(-\s*(\d*))?\s*", part, re.ASCII)
         if match is None:
             raise ValueError(part)
-        first = int(match[1])
-        last = first if match[2] is None else int(match[3] or sys.maxsize)
+        first = _number(match[1])
+        last = first if match[2] is None else _number(match[3]) if match[3] else sys.maxsize
         if last < first:
             raise ValueError(part)
         pairs.append((first, last))
@@ -85,7 +100,7 @@ def _pairs(text: str) -> tuple[tuple[int, int], ...]:
 @lru_cache(maxsize=1 << 16)
 def in_ranges(text: str | None, number: int) -> bool:
     """Whether the number is in one of the ranges; None holds every number."""
-    return text is None or any(first <= number <= last for first, last in _pairs(text))
+    return text is None or any(first <= number <= last for first, last in range_pairs(text))
 
 
 def _parse_ranges(value: object) -> str | None:
@@ -94,10 +109,10 @@ def _parse_ranges(value: object) -> str | None:
     if isinstance(value, (list, tuple)) and all(isinstance(part, (int, str)) for part in value):
         return _parse_ranges(",".join(str(_parse_ranges(part)) for part in value))
     if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
+        value = str(_not_too_large(value))
     if not isinstance(value, str):
         raise ValueError(value)
-    _pairs(value)
+    range_pairs(value)
     return re.sub(r"\s", "", value)
 
 
@@ -132,16 +147,28 @@ def _parse_path(value: object) -> str:
     return text
 
 
+def _number(digits: str) -> int:
+    if len(digits.lstrip("0")) > len(str(LARGEST)):  # Python itself reads 4300 digits at most
+        raise TooLarge(digits)
+    return _not_too_large(int(digits[-len(str(LARGEST)) :]))
+
+
+def _not_too_large(value: int) -> int:
+    if value > LARGEST:
+        raise TooLarge
+    return value
+
+
 def _parse_positive(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(value)
-    return value
+    return _not_too_large(value)
 
 
 def _parse_every(value: object) -> int:
     if not isinstance(value, int) or value < 0:
         raise ValueError(value)
-    return int(value)
+    return _not_too_large(int(value))
 
 
 def _decode_every(text: str) -> object:
@@ -160,7 +187,7 @@ def _parse_bytes(value: object) -> int | None:
         if match is None or match[3] not in _UNITS:
             raise ValueError(value)
         unit = _UNITS[match[3]]
-        value = int(match[1]) * unit + int(float(match[2] or 0) * unit)
+        value = _number(match[1]) * unit + int(float(match[2] or 0) * unit)
     return _parse_positive(value)
 
 
@@ -185,7 +212,7 @@ def _parse_roles(value: object) -> tuple[str, ...]:
     roles = _words_in(value) if value != "" else ()
     for role in roles:
         if role not in records.ROLES:
-            raise unknown(f"unknown role {role!r} in roles", role, records.ROLES)
+            raise unknown(f"unknown role {shown(role)} in roles", role, records.ROLES)
     return roles
 
 
@@ -193,7 +220,7 @@ def _parse_phases(value: object) -> tuple[str, ...]:
     phases = _words_in(value) if value != "" else ()
     for phase in phases:
         if phase not in records.PHASES:
-            raise unknown(f"unknown phase {phase!r} in phases", phase, records.PHASES)
+            raise unknown(f"unknown phase {shown(phase)} in phases", phase, records.PHASES)
     return phases
 
 
@@ -219,7 +246,8 @@ def _parse_dump(value: object) -> Dump | None:
     known = [f.name for f in fields(Dump)]
     for key in value:
         if key not in known:
-            raise unknown(f"unknown setting {key!r} in dump", str(key), known)
+            name = key if isinstance(key, str) else shown(key)
+            raise unknown(f"unknown setting {shown(key)} in dump", name, known)
     boundary = value.get("boundary")
     if not isinstance(boundary, str) or not boundary:
         raise ValueError(value)
@@ -249,32 +277,3 @@ DUMP = Kind(_parse_dump, '{"boundary": GLOB, "steps": "4-6"}', json.loads)
 EVERY = Kind(_parse_every, "true, false, or a number of steps", _decode_every)
 IN_USE = _one_of(("first", "all", "off"))
 BYTES = Kind(_parse_bytes, 'a size such as 1000000 or "2GiB"')
-
-
-def clash(settings: Mapping[str, Any]) -> Clash | None:
-    """The first impossible combination among parsed settings (all fields), if any."""
-    steps, interval, dump = settings["steps"], settings["interval"], settings["dump"]
-    if not _meet(steps, None, interval):
-        return Clash(("steps", "interval"), f"steps {steps} holds no multiple of {interval}")
-    if dump is not None and not _meet(steps, dump.steps, interval):
-        sentence = f"dump asks for steps {dump.steps}, none of which is recorded"
-        return Clash(("dump", "steps", "interval"), sentence)
-    modules = settings["modules"]
-    for glob in modules:
-        if f"!{glob}" in modules:
-            return Clash(("modules",), f"modules includes and excludes {glob!r}")
-    if settings["level"] == "stage" and settings["weights_in_use"] == "all":
-        sentence = "weights_in_use = 'all' needs modules, which level 'stage' does not record"
-        return Clash(("weights_in_use", "level"), sentence)
-    return None
-
-
-def _meet(one: str | None, other: str | None, interval: int) -> bool:
-    """Whether some multiple of `interval` lies in both."""
-    everything = ((0, sys.maxsize),)
-    for a in everything if one is None else _pairs(one):
-        for b in everything if other is None else _pairs(other):
-            first, last = max(a[0], b[0]), min(a[1], b[1])
-            if -(-first // interval) * interval <= last:
-                return True
-    return False

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 SCHEMA_VERSION = 1  # of the trace on disk; docs/trace-format.md describes it byte by byte
 FINGERPRINT_VERSION = 1  # of the hash; fingerprints of two versions are never compared
 
+# How a rank's note about a probe or a setting that saw no tensor begins.
+NEVER_FIRED = "never fired: "
+
 FINGERPRINT_PRIME = (1 << 61) - 1
 
 PHASES = (

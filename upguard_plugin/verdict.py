@@ -45,6 +45,16 @@ class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Report(Model):
+    """What a verb answers, with names that are no names in Python."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    def to_json(self) -> str:
+        """Indented JSON, as `--format json` prints it."""
+        return self.model_dump_json(by_alias=True, indent=2)
+
+
 class RunSide(Model):
     """A run that a report is about."""
 
@@ -239,12 +249,15 @@ class Coverage(Model):
     tainted: int = Field(
         default=0, description="pairs before any divergence that are unequal by rounding"
     )
-    filtered: int
-    noise: int
-    never_fired: int = Field(description="probes that never saw a tensor, as the runs noted them")
+    filtered: int = Field(description="events that nobody asked for, or that rules ignore")
+    ignored: int = Field(default=0, description="of these, events that rules ignore")
+    noise: int = Field(description="events at boundaries that differ in a repeat of the baseline")
+    never_fired: int = Field(
+        description="probes and settings that saw no tensor on any rank, as the runs noted them"
+    )
 
 
-class Verdict(Model):
+class Verdict(Report):
     """The answer to `upguard compare BASELINE TARGET`."""
 
     schema_: Literal["upguard.verdict/1"] = Field(default="upguard.verdict/1", alias="schema")
@@ -262,15 +275,9 @@ class Verdict(Model):
     coverage: Coverage
     notes: list[str] = Field(description="of an incomparable verdict, the first is the reason")
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.verdict]
-
-    def to_json(self) -> str:
-        """Indented JSON, as `--format json` prints it."""
-        return self.model_dump_json(by_alias=True, indent=2)
 
 
 class SeenEvent(Model):

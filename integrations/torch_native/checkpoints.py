@@ -4,13 +4,15 @@ In:  its modules `state_dict_saver` and `state_dict_loader`, as soon as they are
 Out: what `CheckpointProbe.record_file` records, under the checkpoint's id.
 
 `save` and `load` may have been copied by name: they look up these inner functions when called. What
-`async_save` is given is recorded when it is called: it is copied before the call returns.
+`async_save` is given is recorded when it is called: it is copied before the call returns. It is
+written by a thread beside the training, whose collectives are no part of that.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -69,9 +71,10 @@ def _told(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    probe = _probe()
+    probe, attached = _probe(), CheckpointProbe.attached()
     if probe is None:
-        return original(state_dict, storage, *args, **kwargs)
+        with nullcontext() if attached is None else attached.aside():
+            return original(state_dict, storage, *args, **kwargs)
     with probe.paused():
         result = original(state_dict, storage, *args, **kwargs)
     probe.record_file(operator, _path_of(storage), state_dict, is_folder=True)

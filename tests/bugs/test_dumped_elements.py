@@ -62,6 +62,44 @@ def test_equal_tensors_are_said_to_be_equal(runs):
     assert shown.splitlines()[-1] == "    elements   all 64 are equal, bit by bit"
 
 
+def refused(*arguments: object) -> list[str]:
+    result = CliRunner().invoke(upguard, [str(argument) for argument in ("show", *arguments)])
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    return result.stderr.splitlines()
+
+
+def test_an_event_that_names_no_kept_tensor_is_refused_with_those_that_there_are(runs, tmp_path):
+    report = tmp_path / "report"
+
+    lines = refused("--diff", *runs, "--event", "step 1 haed output", "--output", report)
+
+    assert lines == [
+        "no event that was chosen has its whole tensor in both runs",
+        "  steps  1",
+        "  names  blocks.0.mlp.fc1, blocks.0.mlp.fc1.bias, blocks.0.mlp.fc1.weight "
+        "(of step 1, rank 0)",
+        "  try    name one of these: --event 'step 1 NAME output'",
+    ]
+    assert refused("--diff", *runs, "--steps", "0", "--format", "json") == lines
+    assert not report.exists()
+
+
+def test_runs_without_kept_tensors_say_which(runs, tmp_path):
+    none = record(tmp_path / "none", **SMALL)
+    other = record(tmp_path / "other", config={"dump": DUMP | {"steps": "0"}}, **SMALL)
+
+    assert refused("--diff", runs[0], none) == [
+        f"the target {none} has no whole tensors",
+        "  try  record both runs with the setting dump",
+    ]
+    assert refused("--diff", runs[0], other) == [
+        "the runs have whole tensors of no step in common",
+        "  baseline  steps 1",
+        "  target    steps 0",
+        "  try       record both with the same dump",
+    ]
+
+
 def test_the_verdict_says_nothing_of_tensors_that_were_not_kept(tmp_path, runs):
     flip = partial(FlippedOperator, "aten.addmm.", 5 + 2, acts=True)
     other = record(tmp_path / "other", level="op", mode=flip, **SMALL)

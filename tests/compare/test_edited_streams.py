@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.memory_run import Event, MemoryRun, batch
@@ -77,6 +77,7 @@ def facts(listed) -> list:
 
 
 @settings(max_examples=60, deadline=None)
+@example([("role", 0, "sample")])
 @given(st.lists(EDITS, min_size=1, max_size=4))
 def test_an_edit_never_crashes_and_is_never_overlooked(edits):
     listed = edited(edits)

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
+from tests.toy_training import train
+from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.errors import UsageError
 from upguard_plugin.records import EventKey
@@ -41,3 +45,22 @@ def test_roles_and_phases_are_checked_with_the_nearest_right_one():
         Selection.parse(roles="params")
     assert str(caught.value).startswith("--roles does not know 'params'\n  known  input, output,")
     assert str(caught.value).endswith("try    --roles param")
+
+
+def test_what_is_lacking_is_found_without_counting_to_the_end():
+    numbers = Selection.parse(steps="3-5,1-4,9-,0-999999999999").steps
+
+    assert list(islice(numbers.without({0, 1, 4, 9}), 5)) == [2, 3, 5, 6, 7]
+    assert list(Selection.parse(steps="3-5,1-4,9-").steps.without({1, 4})) == [2, 3, 5, 9]
+
+
+@pytest.mark.parametrize("option", ["steps", "ranks"])
+def test_a_range_that_is_far_too_long_is_answered_at_once(option):
+    asked = Selection.parse(**{option: "0-999999999999"})
+
+    verdict = compare_runs(train(num_steps=2), train(num_steps=2), asked)
+
+    assert verdict.exit_code == 3
+    first = 2 if option == "steps" else 1
+    listed = ", ".join(str(n) for n in range(first, first + 8))
+    assert f"{listed} and more" in verdict.notes[0]

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import upguard_plugin
 
 STEPS = 3
+STATE = ("param", "grad", "optimizer_state")
 
 
 def network() -> nn.Sequential:
@@ -66,10 +67,11 @@ def train(kind: str, folder: str, level: str = "module", fault: str = "") -> Non
             guard.step()
 
 
-def checkpointed(kind: str, folder: str, fault: bool) -> None:
+def checkpointed(kind: str, folder: str, fault: bool, in_background: bool = False) -> None:
     """A step, a save of torch.distributed.checkpoint, a step, its load, a step.
 
-    With the fault rank 1 reads one bit of the first weight wrong.
+    With the fault rank 1 reads one bit of the first weight wrong. in_background: the save goes on
+    while the training does, in a group of its own.
     """
     model, layout = wrapped(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -84,10 +86,15 @@ def checkpointed(kind: str, folder: str, fault: bool) -> None:
     with recording(model, optimizer, folder, layout) as guard, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step(guard)
-        dcp.save(
-            dict(zip("mo", get_state_dict(model, optimizer), strict=True)), checkpoint_id=saved
-        )
+        state = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
+        if in_background:
+            group = dist.new_group(backend="gloo")
+            saving = dcp.async_save(state, checkpoint_id=saved, process_group=group)
+        else:
+            dcp.save(state, checkpoint_id=saved)
         step(guard)
+        if in_background:
+            saving.result()
         found = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
         with misread(fault and dist.get_rank() == 1):
             dcp.load(found, checkpoint_id=saved)
@@ -397,3 +404,25 @@ def unreduced_amax(folder: str, fault: bool) -> None:
             dist.all_reduce(amax, dist.ReduceOp.MAX)
         guard.observe("qkv.input_amax", amax, role="buffer", placement="")
         guard.step()
+
+
+def marked_as_cut(folder: str, dtype: torch.dtype, fault: bool) -> None:
+    """Weights are declared as cut over tp; with the fault each rank holds the same whole one.
+
+    The weight of the norm begins as ones, the frozen scale stays a constant: parts all the same.
+    """
+    rank = dist.get_rank()
+    torch.manual_seed(0 if fault else rank)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.RMSNorm(16)).to(dtype)
+    model.scale = nn.Parameter(torch.full((16,), 0.02, dtype=dtype), requires_grad=False)
+    data = torch.Generator().manual_seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    rules = {"0.weight": "o[tp] i", "1.weight": "o[tp]", "scale": "o[tp]"}
+    rules = {name: dict.fromkeys(STATE, rule) for name, rule in rules.items()}
+    with recording(model, optimizer, folder, {"tp": 2}, sketch=True, placements=rules) as guard:
+        for _ in range(STEPS):
+            x = torch.randn(4, 8, generator=data).to(dtype)
+            (model(x) * model.scale).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            guard.step()

@@ -6,11 +6,17 @@ import pytest
 from ranks import Pool, Ranks
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+@pytest.fixture(scope="session")
+def pool_of_two() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def two_ranks(pool_of_two: Pool) -> Ranks:
+    """Two ranks that import torch once for all tests."""
+    return pool_of_two.get()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.recorder import Recorder
@@ -133,3 +134,19 @@ def hash_of(tensor: torch.Tensor, placement: Placement | None = None) -> int:
     queue = FingerprintQueue()
     queue.put(tensor, placement)
     return int(queue.take().h[0])
+
+
+def ints(rank: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Whole numbers, others on each rank."""
+    generator = torch.Generator().manual_seed(rank + 1)
+    return torch.randint(-(1 << 20), 1 << 20, shape, generator=generator).to(dtype)
+
+
+def store() -> dist.Store:
+    """Where ranks tell each other how far they are."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def pick(rows: list[Row], role: str, moment: str) -> list[Row]:
+    """The rows of one role and moment, in order."""
+    return [row for row in rows if (row.role, row.moment) == (role, moment)]

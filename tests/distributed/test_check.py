@@ -102,12 +102,13 @@ def test_a_gathered_weight_that_its_shards_do_not_make_is_found(
     assert clean["broken"] == [] and clean["checked"]["gathered-as-kept"] == 6 * 2 * checked.STEPS
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_distributed_checkpoint_that_is_read_wrong_is_found(
-    two_ranks: Ranks, tmp_path: Path, kind: str
+    two_ranks: Ranks, tmp_path: Path, kind: str, in_background: bool
 ) -> None:
-    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "wrong"), True)
-    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "right"), False)
+    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "wrong"), True, in_background)
+    two_ranks.run(checked.checkpointed, kind, str(tmp_path / "right"), False, in_background)
 
     first, clean = check(tmp_path / "wrong")["broken"][0], check(tmp_path / "right")
 
@@ -181,3 +182,21 @@ def test_a_public_bug_is_named_exactly_and_its_twin_is_silent(
     assert fields(check(tmp_path / "faulty")["broken"][0]) == answer
     twin = check(tmp_path / "twin")
     assert twin["broken"] == [] and twin["checked"][answer[0]] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_weight_that_is_declared_as_cut_is_a_suspect(
+    two_ranks: Ranks, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    two_ranks.run(checked.marked_as_cut, str(tmp_path / "wrong"), dtype, True)
+    two_ranks.run(checked.marked_as_cut, str(tmp_path / "right"), dtype, False)
+
+    wrong, right = check(tmp_path / "wrong"), check(tmp_path / "right")
+
+    marked = [
+        [one["boundary"] for one in report["suspects"] if one["invariant"] == "parts-differ"]
+        for report in (wrong, right)
+    ]
+    assert marked == [["0.weight", "1.weight"], []]
+    assert wrong["broken"] == right["broken"] == []
+    assert right["checked"]["parts-differ"] == 2

@@ -57,9 +57,9 @@ def trained_on_this_rank(folder: str) -> dict[str, bool]:
 
 
 @pytest.fixture(scope="module")
-def runs(two_ranks):
+def runs(pool_of_two):
     with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder), two_ranks.run(trained_on_this_rank, folder)
+        yield Path(folder), pool_of_two.get().run(trained_on_this_rank, folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -62,8 +62,8 @@ def all_runs():
 
 
 @pytest.fixture(scope="module")
-def found(two_ranks):
-    return two_ranks.run(all_runs)
+def found(pool_of_two):
+    return pool_of_two.get().run(all_runs)
 
 
 @pytest.mark.parametrize("view", [False, True])

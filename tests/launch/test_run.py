@@ -101,7 +101,7 @@ def test_a_directory_with_a_run_is_refused_before_anything_is_started():
 
 
 def test_a_wrong_setting_is_refused_before_anything_is_started():
-    with pytest.raises(ConfigError, match="cannot use level = 'modul' from environment variable"):
+    with pytest.raises(ConfigError, match="cannot use level = 'modul' from flag --level"):
         plan(["x"], Options(level="modul"), {})
     with pytest.raises(UsageError, match="cannot run the command 0 times"):
         plan(["x"], Options(repeat=0), {})
@@ -197,6 +197,21 @@ def test_the_exit_code_and_what_was_not_recorded_are_said():
 def test_a_command_that_a_signal_ended_gives_what_shells_give():
     done = run(sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("output", ["file", "file/run", "/proc/run"])
+def test_a_directory_that_cannot_be_made_is_one_sentence(output):
+    Path("file").write_text("")
+
+    ended = subprocess.run(
+        [*UPGUARD[:-1], "--output", output, "--", "true"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+    assert ended.returncode == 2
+    lines = ended.stderr.splitlines()
+    assert lines[0].startswith(f"cannot record in {output}: ")
+    assert lines[1:] == ["  try  name a directory that can be made with --output"]
 
 
 def test_a_command_that_cannot_be_started_is_one_sentence():

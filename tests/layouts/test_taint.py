@@ -9,8 +9,11 @@ import torch
 from click.testing import CliRunner
 
 from tests.cases.case import verdict_of
+from tests.compare.teams import together
 from tests.layouts.rounding_model import Job, train, train_on_two
 from upguard_plugin.cli import upguard
+from upguard_plugin.compare.runs import compare_runs
+from upguard_plugin.trace.reader import open_trace
 
 PLAIN = Job("plain")
 OTHERS = (
@@ -58,6 +61,17 @@ def test_clean_runs_are_identical_but_for_rounding(runs, name):
     assert 0 < tainted["largest_in_eps"] < 100
     # Whatever lies before the first sum in another order is equal.
     assert verdict["certified"]["events"] > 40
+
+
+@pytest.mark.parametrize("name", ["plain", "unreduced", "nan"])
+def test_several_processes_measure_the_same_distances(runs, name):
+    baseline, target = open_trace(runs[0] / "plain"), open_trace(runs[1] / name)
+
+    alone = compare_runs(baseline, target)
+
+    assert alone.tainted is not None
+    for size in (2, 3):
+        assert together(size, baseline, target) == [alone] * size
 
 
 @pytest.mark.parametrize("fault", ["unreduced", "bias twice", "nan"])

@@ -24,6 +24,8 @@ SPECIAL = [
     Job("fp16", tp=2, dtype="fp16", layers=2),
     Job("explicit", tp=2, explicit_groups=True, layers=2),
     Job("operators", tp=2, level="op", layers=2),
+    Job("operators-overlapped", distributed=True, overlap=True, level="op", layers=1),
+    Job("operators-sequence", tp=2, sequence_parallel=True, level="op", layers=1),
     Job("latent", tp=2, latent=True, sequence_parallel=True, layers=1),
     Job("further", pp=2, further_tokens=1, layers=2),
     Job("experts", tp=2, experts=4, sequence_parallel=True, layers=1),
@@ -37,7 +39,10 @@ SPECIAL = [
 ]
 JOBS = [*SPECIAL, *whole_matrix(LAYOUTS)]
 # The rest is run by `make test-long`.
-SHORT = ("evaluated", "latent", "further", "experts-apart", "deferred", *pairwise(LAYOUTS))
+SHORT = (
+    "evaluated", "latent", "further", "experts-apart", "deferred", "operators-overlapped",
+    *pairwise(LAYOUTS),
+)  # fmt: skip
 LONG = {job.name: pytest.mark.long for job in JOBS if job.name not in SHORT}
 NAMES = [pytest.param(job.name, marks=LONG.get(job.name, ())) for job in JOBS]
 WITH_THE_WEIGHTS_OF_TP2 = {"pp2-full-fp32", "vpp2-selective-fp32", "ramp", "explicit"}
@@ -156,7 +161,9 @@ def test_no_invariant_is_broken(ran, name):
     report = check_run(open_trace(folder / "runs" / name), Selection())
 
     assert [one.explanation for one in report.broken] == []
+    assert [one for one in report.suspects if one.invariant == "outputs-awaited"] == []
     assert report.checked["collectives-match"] > 10
+    assert ("outputs-awaited" in report.checked) == name.startswith("operators")
 
 
 @pytest.mark.parametrize(

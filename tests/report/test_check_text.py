@@ -47,11 +47,10 @@ def test_what_broke_comes_first(tmp_path, capsys):
         f"    rank 1     {hash_of('g2'):016x} float32 [4, 8]",
         "  also       step 0, optimizer: fc.weight param value (replicas-agree, ranks 0, 1)",
         "  checked    3 replicas-agree, 1 collectives-match, 1 outputs-agree",
-        "  never      marks-fit, received-is-sent, data-conserved, sums-conserved, "
-        "alone-unchanged, inputs-unchanged, recompute-repeats, consumed-as-produced, "
-        "weights-in-use, gathered-as-kept, weights-move, eval-leaves-weights, frozen-stay, "
-        "saved-is-loaded, masters-round, tied-agree, batches-differ, batches-agree, streams-differ",
-        "  skipped    1 checks that could not be made (--verbose: why)",
+        "  never      19 invariants (--verbose: which): nothing that it applies to was recorded",
+        "             sums-conserved: a buffer of the collective was not recorded",
+        "             outputs-awaited: level op alone sees who uses an output",
+        "  skipped    3 checks that could not be made (--verbose: why)",
     ]
 
 
@@ -79,6 +78,22 @@ def test_json_says_the_same(tmp_path, capsys):
     assert (code, report["schema"], report["answer"]) == (1, "upguard.check/1", "broken")
     assert [one["role"] for one in report["broken"]] == ["grad", "param"]
     assert "received-is-sent" in report["never_applied"]
+    told = [name for names in report["why_never"].values() for name in names]
+    assert sorted(report["never_applied"]) == sorted(told)
+
+
+def test_why_invariants_were_never_applied_is_one_line_a_reason(tmp_path, capsys):
+    path = str(written(MemoryRun({0: [batch(0, events(STEP))]}, "alone"), tmp_path / "alone"))
+
+    short, whole = (
+        next(line for line in check(capsys, path, *flags)[1].splitlines() if "one rank was" in line)
+        for flags in ([], ["--verbose"])
+    )
+
+    why = "it compares ranks, and one rank was recorded"
+    assert short == f"  never      10 invariants (--verbose: which): {why}"
+    assert whole.startswith("  never      parts-differ, outputs-agree, received-is-sent, ")
+    assert whole.endswith(f", streams-differ: {why}")
 
 
 def test_filters_say_what_is_reported(tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from upguard_plugin.report.text import verdict_text
 from upguard_plugin.verdict import (
     Certified,
@@ -12,6 +14,7 @@ from upguard_plugin.verdict import (
     GroupRef,
     RunSide,
     SourceRef,
+    Tainted,
     TensorSide,
     Verdict,
 )
@@ -153,6 +156,39 @@ def test_an_incomparable_verdict_says_why_in_its_first_line():
         "  coverage   21121 compared, 0 differ, 0 unmatched, 1 probe never fired",
         "  note       level: op",
     ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "tainted", "expected"),
+    [
+        ({}, None, "IDENTICAL: 18204 events are equal, bit by bit"),
+        (
+            {"noise": 3},
+            None,
+            "IDENTICAL but for noise: 18204 events are equal, bit by bit; 3 are noise",
+        ),
+        (
+            {"ignored": 1, "filtered": 5},
+            None,
+            "IDENTICAL but for what is ignored: 18204 events are equal, bit by bit; 1 is ignored",
+        ),
+        (
+            {"noise": 1},
+            Tainted(origin=LAST, boundaries=40, largest_in_eps=2.0),
+            "IDENTICAL but for rounding and noise: 18204 events are equal, bit by bit; "
+            "40 are not; 1 is noise",
+        ),
+    ],
+)
+def test_the_first_line_says_what_is_identical_by_exception_only(counts, tainted, expected):
+    coverage = Coverage(
+        compared=21121, differ=0, unmatched_baseline=0, unmatched_target=0, not_comparable=0,
+        **(COUNTS | counts),
+    )  # fmt: skip
+    made = verdict("identical", coverage=coverage, tainted=tainted)
+
+    assert verdict_text(made).splitlines()[0] == expected
+    assert (made.verdict, made.exit_code) == ("identical", 0)
 
 
 def test_long_lists_are_counted_unless_all_is_asked_for():

@@ -10,7 +10,7 @@ from torch import nn
 import upguard_plugin
 from tests.cases.case import seed_all, verdict_of
 from upguard_plugin.compare.layouts.shares import is_rounding
-from upguard_plugin.compare.layouts.units import Units
+from upguard_plugin.compare.layouts.units import Units, samples_in, samples_of
 from upguard_plugin.placement import without_dim
 from upguard_plugin.records import EventKey
 from upguard_plugin.trace.batch import EventBatch
@@ -70,7 +70,10 @@ def sampled(microbatches: list[list[int]]) -> EventBatch:
 
 
 def units_of(baseline: list[list[int]], target: list[list[int]]) -> Units:
-    return Units({0: sampled(baseline)}, {0: sampled(target)}, ({0: 0}, {0: 0}))
+    batches = sampled(baseline), sampled(target)
+    places = [{(0, k) for k in set(batch.microbatch.tolist())} for batch in batches]
+    held = [samples_of(samples_in(batch)) for batch in batches]
+    return Units.of((held[0], held[1]), (places[0], places[1]))
 
 
 def test_equal_micro_batches_are_units_of_their_own():

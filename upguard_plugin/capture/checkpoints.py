@@ -14,14 +14,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from upguard_plugin.capture.names import clean_name
-from upguard_plugin.capture.pauses import paused
+from upguard_plugin.capture.pauses import aside, paused
 from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.restores import RestoreProbe
 from upguard_plugin.capture.shield import shielded
@@ -33,6 +34,7 @@ from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.records import CHECKPOINT, OF_FILE, OF_FOLDER, OF_STATE
 
 _PLAIN = (bool, int, float, str, type(None))
+_MANY = 1000  # entries; to record each of 100,000 by itself takes seconds, and a MB per step
 _SEARCHED_DEPTH = 4  # of an object, for the state dict of a model or an optimizer
 _GROUPS = "param_groups"  # the key by which an optimizer's state dict is known
 
@@ -79,6 +81,11 @@ class CheckpointProbe:
     def paused(self) -> AbstractContextManager[None]:
         """For the time in which a library writes or reads: nothing of that is recorded."""
         return paused(self.recorder)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """For a thread that writes while the training goes on."""
+        is_here = threading.get_ident() == self._thread
+        return nullcontext() if is_here else aside(self.recorder)
 
     @shielded
     def record_file(
@@ -167,27 +174,43 @@ def path_of(file: Any) -> str:
 def content_of(
     value: Any, path: str = "", holders: tuple[Any, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of all that an object holds; a list of plain values is one leaf.
+    """(path, leaf) of all that an object holds.
+
+    A list of plain values is one leaf, and so is what holds very many of them in any nesting.
 
     holders: what the value lies in, outermost first; what contains itself is looked into once.
     """
     if len(holders) > MAX_DEPTH or any(value is holder for holder in holders):
         return
     inside = (*holders, value)
-    if isinstance(value, Mapping):
+    if isinstance(value, (Mapping, list, tuple)) and len(value) > _MANY and _is_plain(value):
+        yield path or "0", repr(_printable(value))
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from content_of(item, f"{path}.{key}" if path else str(key), inside)
     elif isinstance(value, (list, tuple)) and not all(isinstance(v, _PLAIN) for v in value):
         for index, item in enumerate(value):
             yield from content_of(item, f"{path}.{index}" if path else str(index), inside)
     elif isinstance(value, (list, tuple)):
-        yield path, repr([_printable(item) for item in value])
+        yield path, repr(_printable(list(value)))
     else:
         yield from tensors_in(value, path or "0")
 
 
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether nothing but plain values is in it."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return isinstance(value, _PLAIN)
+    items = chain(value, value.values()) if isinstance(value, Mapping) else value
+    return depth < MAX_DEPTH and all(_is_plain(item, depth + 1) for item in items)
+
+
 def _printable(value: Any) -> Any:
-    """Python refuses to print very long whole numbers as decimals."""
+    """Plain values as they can be printed: Python prints no very long whole numbers as decimals."""
+    if isinstance(value, Mapping):
+        return [[_printable(key), _printable(item)] for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_printable(item) for item in value]
     return f"{value:x}" if isinstance(value, int) and value.bit_length() > 64 else value
 
 

@@ -9,6 +9,7 @@ float8), the elements are unsigned integers of the same size. Copying waits for 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -31,6 +32,7 @@ class Dumps:
         self._wanted = wanted
         self._is_wanted: dict[str, bool] = {}  # by boundary
         self._kept: dict[str, np.ndarray] = {}
+        self._has_steps = False  # whether one of its steps was recorded
         self.active = False
 
     def select(self, step: int) -> None:
@@ -46,10 +48,21 @@ class Dumps:
         if wanted:
             self._kept[str(seq)] = as_array(tensor)
 
-    def take(self) -> dict[str, np.ndarray]:
-        """What was kept since the last call."""
+    def take(self, *, recorded: bool) -> dict[str, np.ndarray]:
+        """What was kept in the step that ends. recorded: whether that step was."""
+        self._has_steps |= self.active and recorded
         kept, self._kept = self._kept, {}
         return kept
+
+    def idle(self) -> Iterator[str]:
+        """What is to be said if nothing was kept in the whole run."""
+        if self._wanted is not None and not self._has_steps:
+            yield f"the setting dump asks for steps {self._wanted.steps}; none of them was recorded"
+        elif self._wanted is not None and not any(self._is_wanted.values()):
+            yield (
+                f"the setting dump has {self._wanted.boundary!r}, and no boundary that was "
+                "recorded in its steps is called like that"
+            )
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from upguard_plugin.capture.guard import Guard
+from upguard_plugin.capture.idle_settings import idle_ranks
 from upguard_plugin.capture.models import named_models
 from upguard_plugin.capture.names import ParameterNames, Rename
 from upguard_plugin.capture.placements import Placements, layout_of
@@ -56,6 +57,9 @@ def enable(
     rules = placements if isinstance(placements, Placements) else Placements(placements, place)
     stages = place.axis("pp")
     names = ParameterNames(models, tied, whole=stages is None or stages.size == 1, rename=rename)
+    if settings.enabled and rank == 0:
+        for sentence in idle_ranks(settings, world_size):
+            say(sentence)
     if not settings.enabled or not settings.selected_rank(rank):
         return IdleGuard(settings)
     writer = open_run(settings, place, rank, world_size, models)
@@ -64,6 +68,8 @@ def enable(
     guard = Guard(settings, recorder, models, optimizers, names, rules)
     guard.rank, guard.world_size, guard.layout = rank, world_size, place
     if rank == first_recorded_rank(settings, world_size):
+        # Where ranks hold other modules, none of them knows what names nothing.
+        guard.speaks = not any(a.size > 1 for a in place.axes if a.name in ("pp", "ep"))
         recorder.writing.on_first_step = lambda: say_size(writer.bytes_written)
     if settings.check:
         online = OnlineCheck(rank, place, settings.level, settings.check)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -23,19 +24,21 @@ from upguard_plugin.capture.checkpoints import CheckpointProbe
 from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.capture.data import DataProbe
+from upguard_plugin.capture.idle_settings import idle_globs
 from upguard_plugin.capture.modules import ModuleProbe
 from upguard_plugin.capture.names import Models, ParameterNames
 from upguard_plugin.capture.operators.probe import OperatorProbe
 from upguard_plugin.capture.placements import Placements
 from upguard_plugin.capture.probe import Probe
 from upguard_plugin.capture.recorder import Recorder
+from upguard_plugin.capture.run import say
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.state import StateProbe
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.errors import ConfigError
 from upguard_plugin.fingerprint.dtensors import placement_of
 from upguard_plugin.fingerprint.parts import is_composite
-from upguard_plugin.records import PHASES, ROLES, Layout, Placement
+from upguard_plugin.records import NEVER_FIRED, PHASES, ROLES, Layout, Placement
 
 
 class Guard:
@@ -44,6 +47,7 @@ class Guard:
     rank: int = 0
     world_size: int = 1
     layout: Layout = Layout()
+    speaks: bool = False  # to the user, on behalf of all ranks
     collectives: CollectiveProbe | None = None  # adapters name groups and buffers there
 
     def __init__(
@@ -89,6 +93,7 @@ class Guard:
             self.probes.append(OperatorProbe(self))
         for probe in self.probes:
             probe.attach()
+        self._tell(idle_globs(self.config, self.names))
         atexit.register(self._close_at_exit)
 
     def _collective_probe(self) -> CollectiveProbe:
@@ -215,7 +220,15 @@ class Guard:
         atexit.unregister(self._close_at_exit)
         for probe in reversed(self.probes):
             probe.detach()
+        self._tell(self.recorder.idle(self.config))
         self.recorder.close()
+
+    def _tell(self, idle: Iterable[str]) -> None:
+        """Say what was asked for and is not there, in the trace and to the user."""
+        for sentence in idle:
+            self.recorder.note(f"{NEVER_FIRED}{sentence}")
+            if self.speaks:
+                say(sentence)
 
     def _close_at_exit(self) -> None:
         crash = getattr(sys, "last_value", None)

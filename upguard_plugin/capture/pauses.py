@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,3 +19,16 @@ def paused(recorder: Recorder) -> Iterator[None]:
         recorder.active = was_active and not recorder.failure
         if recorder.storages is not None:  # writes inside were out of sight
             recorder.storages.forget_hashes()
+
+
+@contextmanager
+def aside(recorder: Recorder) -> Iterator[None]:
+    """Inside, this thread works beside the training: its collectives are not even numbered.
+
+    On each rank they fall between others of the training's.
+    """
+    recorder.threads_aside.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        recorder.threads_aside.discard(threading.get_ident())

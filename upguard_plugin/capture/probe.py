@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.names import Models, ParameterNames
 from upguard_plugin.capture.placements import Placements
 from upguard_plugin.capture.position import Position
@@ -51,6 +52,8 @@ class Host(Protocol):
     def names(self) -> ParameterNames: ...
     @property
     def batches(self) -> Batches: ...
+    @property
+    def collectives(self) -> CollectiveProbe | None: ...
     @property
     def layout(self) -> Layout: ...
     @property

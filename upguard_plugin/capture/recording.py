@@ -13,13 +13,14 @@ from collections.abc import Iterable
 
 from upguard_plugin.capture.deferred import DeferredRows
 from upguard_plugin.capture.dumps import Dumps
+from upguard_plugin.capture.idle_settings import idle_steps
 from upguard_plugin.capture.position import Position
 from upguard_plugin.capture.rows import Rows
 from upguard_plugin.capture.slots import Slots
 from upguard_plugin.capture.storages import Storages
 from upguard_plugin.capture.tensors import Numbers
 from upguard_plugin.capture.writing import Writer, WritingThread
-from upguard_plugin.config import Dump
+from upguard_plugin.config import Dump, UpGuardConfig
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import PHASES, ROLES
 from upguard_plugin.trace.batch import EventBatch
@@ -40,6 +41,7 @@ class Recording:
         self.position = Position()
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
+        self.threads_aside: set[int] = set()  # what they do is no part of the training
         self._writer = writer
         self._queue = queue_
         self._deferred = DeferredRows(FingerprintQueue(sketch_size=queue_.sketch_size), writer.note)
@@ -48,6 +50,7 @@ class Recording:
         self._slots = Slots(queue_, self._rows.boundary_of, self.note)
         self._dumps = Dumps(dump)
         self._noted: set[str] = set()
+        self._num_recorded = 0  # steps
         self._left_out = frozenset(ROLES) - frozenset(roles or ROLES)
         self.phases_left_out = frozenset(PHASES) - frozenset(phases or PHASES)
         self._numbers = Numbers()
@@ -69,7 +72,8 @@ class Recording:
     def finish_step(self, *, mark: str | None = None) -> None:
         """Close the step: one device-to-host copy, one batch to the writer, on to the next step."""
         with self._lock:
-            tensors = self._dumps.take()
+            self._num_recorded += self.active
+            tensors = self._dumps.take(recorded=self.active)
             if tensors and self.active:
                 self._writer.write_tensors(f"step{self.position.step}", tensors)
             batches = self._deferred.close_step(self._take_batch(mark))
@@ -91,6 +95,13 @@ class Recording:
         if sentence not in self._noted:
             self._noted.add(sentence)
             self._writer.note(sentence)
+
+    def idle(self, config: UpGuardConfig) -> list[str]:
+        """What is to be said of settings that named nothing in the steps that are over."""
+        num_steps = self.position.step
+        if self.failure or not num_steps:
+            return []
+        return list(idle_steps(config, num_steps, self._num_recorded)) or list(self._dumps.idle())
 
     def close(self) -> None:
         """Write what is finished, then end the trace. An unfinished step is not written."""

@@ -272,6 +272,35 @@ def extent_of(tensor: torch.Tensor) -> Extent:
     return first * size, (last + 1) * size - 1
 
 
+def reaches(tensor: torch.Tensor, extent: Extent) -> bool:
+    """Whether an element of the tensor, in the same storage, lies in these bytes, to the byte."""
+    low, high = extent
+    first, last = extent_of(tensor)
+    if last < low or high < first or not tensor.numel():
+        return False
+    if tensor.is_contiguous():
+        return True
+    size = tensor.element_size()
+    dims = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
+    # In elements from the first one, to where an element begins that still reaches in.
+    return _hits(dims, -((first + size - 1 - low) // size), (high - first) // size)
+
+
+def _hits(dims: list[tuple[int, int]], low: int, high: int) -> bool:
+    """Whether a sum of one multiple of each stride, below its size, lies from `low` to `high`."""
+    if low <= 0 <= high:
+        return True
+    if not dims or high < 0:
+        return False
+    (stride, size), *inner = dims
+    if stride == 0:
+        return _hits(inner, low, high)
+    rest = sum(step * (num - 1) for step, num in inner)
+    # Where the stride is larger than all inside of it, at most two indices are left.
+    nearest = range(max(0, -((rest - low) // stride)), min(size - 1, high // stride) + 1)
+    return any(_hits(inner, low - i * stride, high - i * stride) for i in nearest)
+
+
 def look(tensor: torch.Tensor) -> Hashable:
     """How a tensor looks at its storage: equal looks at unwritten bytes have equal fingerprints."""
     lazy = tensor.is_conj() + 2 * tensor.is_neg()  # signs that are not in the bytes yet

@@ -7,10 +7,12 @@ Out: events, rank by rank, step by step, in program order.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, islice
 
 import numpy as np
 
 from upguard_plugin.compare.describe import group_ref, source_ref
+from upguard_plugin.compare.idle_rules import refuse_absent
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.errors import UsageError
@@ -19,8 +21,21 @@ from upguard_plugin.verdict import SeenEvent
 
 
 def browse(run: Run, selection: Selection, limit: int | None = None) -> Iterator[SeenEvent]:
-    """At most `limit` events. Raises UsageError for ranks or steps that the run does not have."""
-    _check(run, selection)
+    """At most `limit` events. Raises UsageError for what the run does not have."""
+    refuse_absent(run, selection)
+    events = _chosen(run, selection, limit)
+    first = list(islice(events, 1))
+    if not first and limit != 0:
+        if selection.all_events:
+            raise UsageError(f"{run.path} has no event: no step of it was recorded to its end")
+        raise UsageError(
+            f"{run.path} has no event that was asked for",
+            remedy=f"upguard show {run.path}, without --modules, --roles and --phase",
+        )
+    return chain(first, events)
+
+
+def _chosen(run: Run, selection: Selection, limit: int | None) -> Iterator[SeenEvent]:
     left = limit
     for rank in run.ranks:
         if not selection.has_rank(rank):
@@ -34,22 +49,6 @@ def browse(run: Run, selection: Selection, limit: int | None = None) -> Iterator
             rows = np.flatnonzero(selection.has_keys(batch.keys)[batch.key])[:left]
             yield from (seen_event(batch, row, rank) for row in rows.tolist())
             left = None if left is None else left - len(rows)
-
-
-def _check(run: Run, selection: Selection) -> None:
-    steps: set[int] = set()
-    if selection.steps is not None:
-        steps = {entry.step for rank in run.ranks for entry in run.steps(rank)}
-    for option, numbers, known in (
-        ("--ranks", selection.ranks, set(run.ranks)),
-        ("--steps", selection.steps, steps),
-    ):
-        if numbers is not None and not any(number in numbers for number in known):
-            raise UsageError(
-                f"{run.path} has nothing of {option} {numbers.text}",
-                evidence={"recorded": f"{min(known)} to {max(known)}" if known else "nothing"},
-                remedy=f"name recorded ones with {option}",
-            )
 
 
 def seen_event(batch: EventBatch, row: int, rank: int) -> SeenEvent:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from upguard_plugin.compare.idle_rules import idle_rules
 from upguard_plugin.compare.ignoring import read_ignore_rules
 from upguard_plugin.compare.pieces import Progress
 from upguard_plugin.compare.renaming import RenamedRun, read_rename_rules
@@ -52,7 +53,7 @@ class Comparison:
     def verdict(self, team: Team, progress: Progress = lambda done, total: None) -> Verdict:
         """The answer, the same on every process of the team. Raises what `compare_runs` raises."""
         (opened,) = team.share(lambda: [] if team.index else [self._opened()])
-        return compare_runs(
+        verdict = compare_runs(
             opened.baseline,
             opened.target,
             opened.selection,
@@ -63,27 +64,35 @@ class Comparison:
             team=team,
             progress=progress,
         )
+        # Behind the reason of an undecided comparison, which is its first note.
+        place = 1 if verdict.verdict == "incomparable" else 0
+        notes = [*verdict.notes[:place], *opened.idle_rules, *verdict.notes[place:]]
+        return verdict.model_copy(update={"notes": notes})
 
     def _opened(self) -> _Opened:
         selection = self.selection
         if self.ignore is not None:
             selection = replace(selection, ignore=read_ignore_rules(self.ignore))
         key_tables: KeyTables = {}
+        renames = () if self.renames is None else read_rename_rules(self.renames)
         target: Run = open_trace(self.target, key_tables)
-        if self.renames is not None:
-            target = RenamedRun(target, read_rename_rules(self.renames))
         noise = tuple(open_trace(path, key_tables) for path in self.noise)
-        return _Opened(open_trace(self.baseline, key_tables), target, noise, selection)
+        baseline = open_trace(self.baseline, key_tables)
+        idle = idle_rules(baseline, target, selection, renames)
+        if renames:
+            target = RenamedRun(target, renames)
+        return _Opened(baseline, target, noise, selection, tuple(idle))
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """The files of a comparison, opened: names of ranks are known, nothing else was read."""
+    """The files of a comparison, opened: names of ranks are known, and what rules name."""
 
     baseline: Run
     target: Run
     noise: tuple[Run, ...]
     selection: Selection
+    idle_rules: tuple[str, ...]  # sentences about rules that name nothing
 
 
 @contextmanager

@@ -7,8 +7,9 @@ Out: pairs of events with their element-wise difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from upguard_plugin.compare.browse import seen_event
 from upguard_plugin.compare.elements import compare_elements
@@ -21,6 +22,7 @@ from upguard_plugin.errors import UsageError
 from upguard_plugin.records import EventKey
 from upguard_plugin.verdict import Divergence, ElementDiff, SeenDiff
 
+_MAX_LISTED = 8
 _NUMBERED = ("step", "call", "rank", "microbatch")
 
 
@@ -61,19 +63,91 @@ class EventName:
 def dumped_pairs(
     baseline: Run, target: Run, selection: Selection, event: EventName
 ) -> Iterator[SeenDiff]:
-    """The chosen events whose tensors both runs have, in the baseline's order."""
-    for rank in sorted(set(baseline.ranks) & set(target.ranks)):
+    """The chosen events whose tensors both runs have, in the baseline's order.
+
+    Raises UsageError if there is none, and says what both runs have.
+    """
+    pairs = _chosen_pairs(baseline, target, selection, event)
+    first = next(pairs, None)
+    if first is None:
+        raise _nothing(baseline, target)
+    yield first
+    yield from pairs
+
+
+def _chosen_pairs(
+    baseline: Run, target: Run, selection: Selection, event: EventName
+) -> Iterator[SeenDiff]:
+    space = KeySpace()
+    for rank, step in _common_steps(baseline, target):
         if not selection.has_rank(rank) or not event.allows("rank", rank):
             continue
-        space = KeySpace()
+        if not selection.has_step(step) or not event.allows("step", step):
+            continue
+        kept = [_tensors(run, rank, step) for run in (baseline, target)]
+        if all(kept):
+            pairing = pair_step(baseline.read(rank, step), target.read(rank, step), space)
+            yield from _pairs(pairing, kept, rank, selection, event)
+
+
+def _common_steps(baseline: Run, target: Run) -> Iterator[tuple[int, int]]:
+    """Rank and step of what both runs recorded."""
+    for rank in sorted(set(baseline.ranks) & set(target.ranks)):
         steps = {e.step for e in baseline.steps(rank)} & {e.step for e in target.steps(rank)}
-        for step in sorted(steps):
-            if not selection.has_step(step) or not event.allows("step", step):
-                continue
-            kept = [_tensors(run, rank, step) for run in (baseline, target)]
-            if all(kept):
-                pairing = pair_step(baseline.read(rank, step), target.read(rank, step), space)
-                yield from _pairs(pairing, kept, rank, selection, event)
+        yield from ((rank, step) for step in sorted(steps))
+
+
+def _nothing(baseline: Run, target: Run) -> UsageError:
+    """What is to be said where no chosen event has its tensor in both runs."""
+    kept = {side: _kept(run) for side, run in (("baseline", baseline), ("target", target))}
+    for side, run in (("baseline", baseline), ("target", target)):
+        if not kept[side]:
+            return UsageError(
+                f"the {side} {run.path} has no whole tensors",
+                remedy="record both runs with the setting dump",
+            )
+    both = kept["baseline"] & kept["target"]
+    steps = {side: f"steps {_listed(step for _, step in found)}" for side, found in kept.items()}
+    if not both:
+        return UsageError(
+            "the runs have whole tensors of no step in common",
+            evidence=steps,
+            remedy="record both with the same dump",
+        )
+    rank, step = min(both)
+    ours, theirs = _boundaries(baseline, rank, step), _boundaries(target, rank, step)
+    return UsageError(
+        "no event that was chosen has its whole tensor in both runs",
+        evidence={
+            "steps": _listed(step for _, step in both),
+            "names": f"{_listed(ours & theirs)} (of step {step}, rank {rank})",
+        },
+        remedy="name one of these: --event 'step 1 NAME output'",
+    )
+
+
+def _kept(run: Run) -> set[tuple[int, int]]:
+    """Rank and step of the tensors that a run has."""
+    return {
+        (rank, entry.step)
+        for rank in run.ranks
+        for entry in run.steps(rank)
+        if run.has_tensors(rank, f"step{entry.step}")
+    }
+
+
+def _boundaries(run: Run, rank: int, step: int) -> set[str]:
+    """Of the tensors that a run has of a step."""
+    batch, kept = run.read(rank, step), _tensors(run, rank, step)
+    return {
+        batch.key_of(row).boundary for row, seq in enumerate(batch.seq) if str(int(seq)) in kept
+    }
+
+
+def _listed(items: Iterable[Any]) -> str:
+    ordered = sorted(set(items))
+    more = f" and {len(ordered) - _MAX_LISTED} more" if len(ordered) > _MAX_LISTED else ""
+    return f"{', '.join(map(str, ordered[:_MAX_LISTED])) or 'none'}{more}"
 
 
 def show_command(baseline: Run, target: Run, found: Divergence | None) -> str | None:
@@ -90,7 +164,7 @@ def show_command(baseline: Run, target: Run, found: Divergence | None) -> str | 
     words += [found.role, found.slot, found.moment]
     text = " ".join(word for word in words if word is not None)
     rank = found.ranks[0] if found.ranks else 0
-    pairs = dumped_pairs(baseline, target, Selection(), EventName.parse(f"rank {rank} {text}"))
+    pairs = _chosen_pairs(baseline, target, Selection(), EventName.parse(f"rank {rank} {text}"))
     if next(pairs, None) is None:
         return None
     return f'upguard show --diff {baseline.path} {target.path} --event "{text}"'

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.scan import CHOICES
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.steps import RankSteps
+from upguard_plugin.records import NEVER_FIRED
 
-NEVER_FIRED = "never fired: "  # how a rank's note of a probe that saw no tensor begins
 RENUMBERED = "resumed: step "  # how the note on other numbers of steps begins
 OTHER_PLACEMENTS = "the runs give these tensors other placements"
 _PROGRAMS_DIFFER = "program: other sources, command or training config"
 _MAX_LISTED = 8
+_NONE = "none"
 
 
 def refusal(baseline: Run, target: Run) -> str | None:
@@ -81,21 +83,22 @@ def totals(facts: Sequence[RankFacts]) -> Counter[str]:
 def _missing_ranks(baseline: Run, target: Run, selection: Selection) -> list[str]:
     reasons = []
     for side, run in (("baseline", baseline), ("target", target)):
-        wanted = set(run.missing_ranks)
+        lacking: Iterable[int] = sorted(run.missing_ranks)
         if selection.ranks is not None:
-            wanted = set(selection.ranks.finite()) - set(run.ranks)
-        if wanted:
+            lacking = selection.ranks.without(set(run.ranks))
+        wanted = _listed(lacking)
+        if wanted != _NONE:
+            found = sorted(run.ranks)
+            others = f", or name the ranks to compare: --ranks {_listed(found, ',')}"
             reasons.append(
-                f"missing ranks: the {side} lacks {_listed(sorted(wanted))} "
-                f"(found {_listed(sorted(run.ranks))}); copy the missing files, or name the ranks "
-                f"to compare: --ranks {_listed(sorted(run.ranks), ',')}"
+                f"missing ranks: the {side} lacks {wanted} (found {_listed(found)}); "
+                f"copy the missing files{others if found else ''}"
             )
     one_sided = set(baseline.ranks) ^ set(target.ranks)
     if selection.ranks is None and one_sided and not reasons:
-        reasons.append(
-            f"ranks {_listed(sorted(one_sided))} were recorded by one run only; name the ranks to "
-            f"compare: --ranks {_listed(sorted(set(baseline.ranks) & set(target.ranks)), ',')}"
-        )
+        common = sorted(set(baseline.ranks) & set(target.ranks))
+        others = f"; name the ranks to compare: --ranks {_listed(common, ',')}" if common else ""
+        reasons.append(f"ranks {_listed(sorted(one_sided))} were recorded by one run only{others}")
     return reasons
 
 
@@ -104,12 +107,10 @@ def missing_steps(baseline: Run, target: Run, selection: Selection, steps: RankS
     reasons = []
     chosen = steps.common[selection.has_steps(steps.common)]
     if selection.steps is not None:
-        found = set(chosen.tolist())
-        lacking = [step for step in selection.steps.finite() if step not in found]
-        if lacking:
+        lacking = _listed(selection.steps.without(set(chosen.tolist())))
+        if lacking != _NONE:
             reasons.append(
-                f"rank {steps.rank}: steps {_listed(lacking)} were asked for, "
-                "and not both runs have them"
+                f"rank {steps.rank}: steps {lacking} were asked for, and not both runs have them"
             )
     if not len(chosen):
         reasons += _ended_early(baseline, target, steps, 0)
@@ -184,10 +185,19 @@ def differences_of_runs(baseline: Run, target: Run) -> list[str]:
         if run.attempts:
             names = _listed([path.name for path in run.attempts])
             notes.append(f"{side}: the job was restarted; {names} are runs of their own")
-        told = [*run.manifest.notes]
-        told += [note for rank in run.ranks for note in run.end(rank).notes]
-        notes += [f"{side}: {note}" for note in dict.fromkeys(told)]
+        notes += [f"{side}: {note}" for note in notes_of(run)]
     return notes
+
+
+def notes_of(run: Run) -> list[str]:
+    """What a run's manifest and ranks note, once each; what never fired only if on no rank."""
+    told = Counter(note for rank in run.ranks for note in dict.fromkeys(run.end(rank).notes))
+    heard = [
+        note
+        for note, num_ranks in told.items()
+        if num_ranks == len(run.ranks) or not note.startswith(NEVER_FIRED)
+    ]
+    return list(dict.fromkeys([*run.manifest.notes, *heard]))
 
 
 def rank_notes(facts: Sequence[RankFacts]) -> list[str]:
@@ -232,10 +242,15 @@ def _changed(ours: Mapping[str, str], theirs: Mapping[str, str], between: str) -
             yield f"{left} against {'unset' if other is None else other}"
 
 
-def _listed(items: Sequence[object], comma: str = ", ") -> str:
-    shown = [str(item) for item in items[:_MAX_LISTED]]
-    more = len(items) - len(shown)
-    return (comma.join(shown) or "none") + (f" and {more} more" if more else "")
+def _listed(items: Iterable[object], comma: str = ", ") -> str:
+    """The first of them, and how many more there are; "more" alone if nobody has counted them."""
+    listed = iter(items)
+    shown = [str(item) for item in islice(listed, _MAX_LISTED)]
+    if isinstance(items, Sequence):
+        more = f" and {len(items) - len(shown)} more" if len(items) > len(shown) else ""
+    else:
+        more = " and more" if next(listed, None) is not None else ""
+    return (comma.join(shown) or _NONE) + more
 
 
 def _count(number: int, thing: str) -> str:

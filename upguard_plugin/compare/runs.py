@@ -16,6 +16,7 @@ from upguard_plugin.compare.causes import cause_of, structure_of
 from upguard_plugin.compare.crew import Crew
 from upguard_plugin.compare.facts import RankFacts
 from upguard_plugin.compare.handover import handed_over, handover_of
+from upguard_plugin.compare.layouts.gathering import Gathering
 from upguard_plugin.compare.layouts.logical import LogicalPair
 from upguard_plugin.compare.layouts.region import matched, tainted
 from upguard_plugin.compare.layouts.taint import NO_SKETCHES
@@ -23,12 +24,12 @@ from upguard_plugin.compare.layouts.units import cut_otherwise
 from upguard_plugin.compare.left_out import left_out_notes, refuse_other_runs
 from upguard_plugin.compare.noise import Repeat
 from upguard_plugin.compare.obstacles import (
-    NEVER_FIRED,
     OTHER_PLACEMENTS,
     RENUMBERED,
     differences_of_runs,
     is_same_program,
     layouts_differ,
+    notes_of,
     obstacles,
     rank_notes,
     refusal,
@@ -43,7 +44,7 @@ from upguard_plugin.compare.steps import as_it_is
 from upguard_plugin.compare.survey import surveyed
 from upguard_plugin.compare.team import Alone, Team
 from upguard_plugin.errors import UsageError
-from upguard_plugin.records import Layout
+from upguard_plugin.records import NEVER_FIRED, Layout
 from upguard_plugin.verdict import (
     Certified,
     Coverage,
@@ -110,11 +111,8 @@ def compare_runs(
         repeated = [(baseline, repeat) for repeat in question.noise]
         return _compare(baseline, target, question, team, repeated)
 
-    def compare_alone() -> list[Verdict]:
-        # A logical tensor is made of the parts of all ranks: they are not divided.
-        return [] if team.index else [_compare_logical(baseline, target, question)]
-
-    return team.share(compare_alone)[0]
+    gathering = Gathering((baseline, target, *repeats), team, verify=verify)
+    return gathering.led(lambda: _compare_logical(baseline, target, question, gathering))
 
 
 def _across_layouts(baseline: Run, target: Run, team: Team) -> bool:
@@ -150,15 +148,17 @@ def _compare_states(
     return verdict.model_copy(update={"verdict": word, "notes": notes})
 
 
-def _compare_logical(baseline: Run, target: Run, question: _Question) -> Verdict:
+def _compare_logical(
+    baseline: Run, target: Run, question: _Question, gathering: Gathering
+) -> Verdict:
     """Compare runs of other layouts by their logical tensors."""
     if question.selection.ranks is not None:
         raise UsageError(
             "--ranks cannot be used across layouts: a logical tensor is made of all ranks' parts"
         )
-    pair = LogicalPair(baseline, target)
+    pair = LogicalPair(gathering, 0, 1)
     views = matched(pair)
-    repeats = [matched(LogicalPair(baseline, repeat)) for repeat in question.noise]
+    repeats = [matched(LogicalPair(gathering, 0, 2 + n)) for n in range(len(question.noise))]
     verdict = _compare(*views, question, Alone(), repeats, pair)
     lost, taint = pair.left_out, pair.taint
     count = verdict.coverage.not_comparable + lost.counts.total()
@@ -281,11 +281,9 @@ def _coverage(baseline: Run, target: Run, facts: Sequence[RankFacts], num_skippe
         not_comparable=total["not_comparable"],
         tainted=total["tainted"],
         filtered=total["filtered"] + num_skipped,
+        ignored=sum(sum(found.ignored.values()) for found in facts),
         noise=total["noise"],
         never_fired=sum(
-            note.startswith(NEVER_FIRED)
-            for run in (baseline, target)
-            for found in facts
-            for note in run.end(found.rank).notes
+            note.startswith(NEVER_FIRED) for run in (baseline, target) for note in notes_of(run)
         ),
     )

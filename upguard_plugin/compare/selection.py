@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,12 +54,16 @@ class Numbers:
             found |= (numbers >= first) & (True if last is None else numbers <= last)
         return found
 
-    def finite(self) -> list[int]:
-        """The numbers that are certainly meant: all but those of ranges without an end."""
-        numbers: set[int] = set()
-        for first, last in self.ranges:
-            numbers.update(range(first, (first if last is None else last) + 1))
-        return sorted(numbers)
+    def without(self, found: Collection[int]) -> Iterator[int]:
+        """The numbers that are certainly meant and not found, in order, each once.
+
+        Of a range without an end its first number is meant. They may be very many.
+        """
+        following = 0
+        for first, last in sorted(self.ranges, key=lambda pair: pair[0]):
+            end = (first if last is None else last) + 1
+            yield from (n for n in range(max(first, following), end) if n not in found)
+            following = max(following, end)
 
 
 def _not_a_list(option: str, text: str, part: str) -> UsageError:

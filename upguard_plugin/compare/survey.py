@@ -28,19 +28,28 @@ class RankAbout:
 
 
 def surveyed(run: Run, team: Team) -> Run:
-    """Each process looks at the ranks whose beginning it would compare."""
-    shares = shares_of(run.listed_ranks, team.index, team.size)
-    mine = [share.rank for share in shares if share.start == 0]
+    """Each process looks at its own ranks."""
     return SurveyedRun(
         run,
         team.share(
             lambda: [
                 RankAbout(rank, run.layout(rank), run.end(rank))
-                for rank in mine
+                for rank in _own_listed(run, team)
                 if run.has_trace(rank)
             ]
         ),
     )
+
+
+def own_ranks(run: Run, team: Team) -> list[int]:
+    """Those of a surveyed run that this process has looked at."""
+    return [rank for rank in _own_listed(run, team) if run.has_trace(rank)]
+
+
+def _own_listed(run: Run, team: Team) -> list[int]:
+    """The ranks whose beginning the process would compare."""
+    shares = shares_of(run.listed_ranks, team.index, team.size)
+    return [share.rank for share in shares if share.start == 0]
 
 
 class SurveyedRun(RunView):

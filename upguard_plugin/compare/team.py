@@ -33,6 +33,10 @@ class Team(Protocol):
         """
         ...
 
+    def collect(self, make: Callable[[], Sequence[Item]]) -> list[Item]:
+        """The same on the first process, and nothing on the others: for what is large."""
+        ...
+
 
 class Alone:
     """One process that does everything."""
@@ -41,6 +45,9 @@ class Alone:
     size = 1
 
     def share(self, make: Callable[[], Sequence[Item]]) -> list[Item]:
+        return list(make())
+
+    def collect(self, make: Callable[[], Sequence[Item]]) -> list[Item]:
         return list(make())
 
 
@@ -60,6 +67,10 @@ class Part:
             return cls(error=error)
         except Exception:  # it must reach the others, which would wait for ever
             return cls(fault=traceback.format_exc())
+
+    def without_items(self) -> Part:
+        """Whether it failed, and no more."""
+        return Part(error=self.error, fault=self.fault)
 
 
 class MemberError(RuntimeError):
@@ -92,7 +103,15 @@ class MpiTeam:
         return int(self.communicator.Get_size())
 
     def share(self, make: Callable[[], Sequence[Item]]) -> list[Item]:
-        parts = self.communicator.allgather(Part.of(make))
+        return self._joined(self.communicator.allgather(Part.of(make)))
+
+    def collect(self, make: Callable[[], Sequence[Item]]) -> list[Item]:
+        part = Part.of(make)
+        self._joined(self.communicator.allgather(part.without_items()))
+        parts = self.communicator.gather(part)
+        return [] if parts is None else joined(parts)
+
+    def _joined(self, parts: Sequence[Part]) -> list[Any]:
         self.failed = True
         found = joined(parts)
         self.failed = False
@@ -108,14 +127,27 @@ class LocalTeam:
     connections: Sequence[Any]  # of the first: to each other process; of those: to the first
 
     def share(self, make: Callable[[], Sequence[Item]]) -> list[Item]:
-        part = Part.of(make)
+        parts = self._exchanged(Part.of(make), lambda parts: parts)
+        return joined(parts)
+
+    def collect(self, make: Callable[[], Sequence[Item]]) -> list[Item]:
+        parts = self._exchanged(
+            Part.of(make), lambda parts: [part.without_items() for part in parts]
+        )
+        return joined(parts)
+
+    def _exchanged(
+        self, part: Part, told: Callable[[Sequence[Part]], Sequence[Part]]
+    ) -> Sequence[Part]:
+        """All parts on the first process; on the others what it tells of them."""
         try:
             if self.index:
                 self.connections[0].send(part)
-                return joined(self.connections[0].recv())
+                answer: Sequence[Part] = self.connections[0].recv()
+                return answer
             parts = [part, *(connection.recv() for connection in self.connections)]
             for connection in self.connections:
-                connection.send(parts)
+                connection.send(told(parts))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise MemberError("a process of --jobs has died") from None
-        return joined(parts)
+        return parts

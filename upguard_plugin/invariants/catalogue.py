@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upguard_plugin.invariants.buffers import InputsUnchanged
+from upguard_plugin.invariants.buffers import InputsUnchanged, OutputsAwaited
 from upguard_plugin.invariants.checkpoints import SavedIsLoaded
 from upguard_plugin.invariants.conservation import AloneUnchanged, DataConserved, SumsConserved
 from upguard_plugin.invariants.copies import MastersRound, TiedAgree
@@ -10,6 +10,7 @@ from upguard_plugin.invariants.findings import Invariant
 from upguard_plugin.invariants.gathered import GatheredAsKept
 from upguard_plugin.invariants.marks import MarksFit
 from upguard_plugin.invariants.matching import CollectivesMatch, OutputsAgree, ReceivedIsSent
+from upguard_plugin.invariants.parts import PartsDiffer
 from upguard_plugin.invariants.peers import BatchesAgree, BatchesDiffer, StreamsDiffer
 from upguard_plugin.invariants.repeats import ConsumedAsProduced, RecomputeRepeats
 from upguard_plugin.invariants.replicas import ReplicasAgree
@@ -26,6 +27,7 @@ def every_invariant() -> list[Invariant]:
     return [
         ReplicasAgree(),
         MarksFit(),
+        PartsDiffer(),
         CollectivesMatch(),
         OutputsAgree(),
         ReceivedIsSent(),
@@ -33,6 +35,7 @@ def every_invariant() -> list[Invariant]:
         SumsConserved(),
         AloneUnchanged(),
         InputsUnchanged(),
+        OutputsAwaited(),
         RecomputeRepeats(),
         ConsumedAsProduced(),
         WeightsInUse(),

@@ -62,7 +62,7 @@ def check_run(
     for invariant, findings in found:
         invariant.finish(findings)
     coverage = Checked(ranks=len(ranks), steps=len(steps), events=num_events)
-    return _report(run, ranks, [findings for _, findings in found], coverage, selection)
+    return _report(run, ranks, found, coverage, selection)
 
 
 def steps_of(run: Trace, ranks: Sequence[int], selection: Selection) -> dict[int, list[int]]:
@@ -78,10 +78,11 @@ def steps_of(run: Trace, ranks: Sequence[int], selection: Selection) -> dict[int
 def _report(
     run: Trace,
     ranks: Sequence[int],
-    found: Sequence[Findings],
+    looked: Found,
     coverage: Checked,
     selection: Selection,
 ) -> CheckReport:
+    found = [findings for _, findings in looked]
     broken = in_order([b for findings in found for b in findings.broken.values()])
     suspects = in_order([b for findings in found for b in findings.suspects.values()])
     obstacles = _obstacles(run, ranks, selection, any(findings.checked for findings in found))
@@ -94,6 +95,7 @@ def _report(
         broken=[_broken(one) for one in broken],
         checked={findings.invariant: findings.checked for findings in found if findings.checked},
         never_applied=[findings.invariant for findings in found if not findings.checked],
+        why_never=_why_never(looked, len(ranks)),
         not_applied={f.invariant: dict(f.not_applied) for f in found if f.not_applied},
         suspects=[_broken(one) for one in suspects],
         coverage=coverage,
@@ -101,14 +103,30 @@ def _report(
     )
 
 
+def _why_never(looked: Found, num_ranks: int) -> dict[str, list[str]]:
+    """reason -> the invariants that were never applied because of it."""
+    reasons: dict[str, list[str]] = {}
+    for invariant, findings in looked:
+        if findings.checked:
+            continue
+        reason = "nothing that it applies to was recorded"
+        if findings.not_applied:
+            (reason, _), *_ = findings.not_applied.most_common(1)
+        elif num_ranks == 1 and not invariant.needs_one_rank:
+            reason = "it compares ranks, and one rank was recorded"
+        reasons.setdefault(reason, []).append(invariant.name)
+    return reasons
+
+
 def _obstacles(run: Trace, ranks: Sequence[int], selection: Selection, anything: bool) -> list[str]:
     """Why "nothing is broken" would say too much."""
     reasons = []
     missing = [rank for rank in run.missing_ranks if selection.has_rank(rank)]
     if missing:
+        others = f", or name the ranks to check: --ranks {','.join(map(str, run.ranks))}"
         reasons.append(
             f"missing ranks: {_listed(missing)} (found {_listed(run.ranks)}); copy the missing "
-            f"files, or name the ranks to check: --ranks {','.join(map(str, run.ranks))}"
+            f"files{others if run.ranks else ''}"
         )
     for rank in ranks:
         end = run.end(rank)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from upguard_plugin.check_report import Broken, CheckReport
+from upguard_plugin.report.places import when, where
 from upguard_plugin.report.plain import plain
 
 MAX_LISTED = 5  # breaks, suspects and notes; --verbose prints them all
+MAX_NAMED = 3  # invariants that were never applied for one reason
 _WIDTH = 9
 
 
@@ -28,7 +30,7 @@ def headline(report: CheckReport) -> str:
     """The answer in one line."""
     if report.broken:
         first = report.broken[0]
-        return f"BROKEN at {_when(first)}: {first.invariant}"
+        return f"BROKEN at {when(first)}: {first.invariant}"
     if report.answer == "undecided":
         return f"UNDECIDED: {report.notes[0]}"
     return f"UNBROKEN: {sum(report.checked.values())} checks of {_counted(report)}"
@@ -41,24 +43,10 @@ def _counted(report: CheckReport) -> str:
     return f"{coverage.events} events, {steps} of {ranks}"
 
 
-def _when(found: Broken) -> str:
-    parts = [f"step {found.step}"]
-    if found.iteration is not None and found.iteration != found.step:
-        parts[0] += f" (iteration {found.iteration})"
-    if found.microbatch is not None:
-        parts.append(f"micro-batch {found.microbatch}")
-    return ", ".join([*parts, found.phase])
-
-
 def _broken_rows(found: Broken) -> list[tuple[str, str]]:
-    boundary = found.boundary
-    if found.operator is not None:
-        boundary += f", operator {found.operator}"
-    if found.call:
-        boundary += f", call {found.call}"
     moment = "" if found.moment is None else f" at {found.moment}"
     rows = [
-        ("boundary", boundary),
+        ("boundary", where(found)),
         ("tensor", f"{found.role} {found.slot}{moment}"),
         ("ranks", ", ".join(map(str, found.ranks))),
         ("why", found.explanation),
@@ -84,8 +72,7 @@ def _ending_rows(report: CheckReport, verbose: bool) -> list[tuple[str, str]]:
     rows += _listed("suspect", [found.explanation for found in report.suspects], verbose)
     checked = ", ".join(f"{count} {name}" for name, count in report.checked.items())
     rows.append(("checked", checked or "nothing"))
-    if report.never_applied:
-        rows.append(("never", ", ".join(report.never_applied)))
+    rows += _never_rows(report, verbose)
     reasons = [
         f"{name}: {reason} ({count} times)"
         for name, counts in report.not_applied.items()
@@ -100,10 +87,21 @@ def _ending_rows(report: CheckReport, verbose: bool) -> list[tuple[str, str]]:
     return rows + _listed("note", notes, verbose)
 
 
+def _never_rows(report: CheckReport, verbose: bool) -> list[tuple[str, str]]:
+    """A line for each reason; a few names are told, many are counted."""
+    rows: list[tuple[str, str]] = []
+    for reason, names in report.why_never.items():
+        listed = ", ".join(names)
+        if len(names) > MAX_NAMED and not verbose:
+            listed = f"{len(names)} invariants (--verbose: which)"
+        rows.append(("" if rows else "never", f"{listed}: {reason}"))
+    return rows
+
+
 def _line(found: Broken) -> str:
     ranks = ", ".join(map(str, found.ranks))
     return (
-        f"{_when(found)}: {found.boundary} {found.role} {found.slot} "
+        f"{when(found)}: {found.boundary} {found.role} {found.slot} "
         f"({found.invariant}, {'rank' if len(found.ranks) == 1 else 'ranks'} {ranks})"
     )
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from upguard_plugin.report.plain import plain
 from upguard_plugin.verdict import ElementDiff, SeenDiff, SeenEvent, Specials
 
 _WIDTH = 9
-_NOTHING = "no event that was chosen has its tensor in both runs; record with dump switched on"
 
 
 def diff_lines(pairs: Iterable[SeenDiff], form: str, limit: int | None) -> Iterator[str]:
     """form: "text" or "json". limit: print so many pairs at most."""
-    printed = 0
-    for pair in pairs:
-        if printed == limit:
-            break
-        printed += 1
+    for pair in islice(pairs, limit):
         if form == "json":
             yield pair.model_dump_json()
         else:
             yield from _pair_lines(pair)
-    if not printed and form != "json":
-        yield _NOTHING
 
 
 def _pair_lines(pair: SeenDiff) -> Iterator[str]:

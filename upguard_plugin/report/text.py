@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from upguard_plugin.report.places import when, where
 from upguard_plugin.report.plain import plain
 from upguard_plugin.verdict import (
     Distance,
@@ -49,32 +50,30 @@ def headline(verdict: Verdict) -> str:
     """The verdict in one line."""
     found = verdict.first_divergence
     if found is not None:
-        return f"DIVERGENT at {_when(found)}"
+        return f"DIVERGENT at {when(found)}"
     if verdict.verdict == "identical":
-        equal = f"{verdict.certified.events} events are equal, bit by bit"
-        if verdict.tainted is None:
-            return f"IDENTICAL: {equal}"
-        return f"IDENTICAL but for rounding: {equal}; {verdict.tainted.boundaries} are not"
+        return _identical(verdict)
     return f"INCOMPARABLE: {plain(verdict.notes[0]) if verdict.notes else 'nothing was compared'}"
 
 
-def _when(found: Divergence) -> str:
-    parts = [f"step {found.step}"]
-    if found.iteration is not None and found.iteration != found.step:
-        parts[0] += f" (iteration {found.iteration})"
-    if found.microbatch is not None:
-        parts.append(f"micro-batch {found.microbatch}")
-    return ", ".join([*parts, found.phase])
+def _identical(verdict: Verdict) -> str:
+    """What is equal, and what is not, or was left out, although the runs are called identical."""
+    apart, counts = [], [f"{verdict.certified.events} events are equal, bit by bit"]
+    for number, what, of_them in (
+        (0 if verdict.tainted is None else verdict.tainted.boundaries, "rounding", "not"),
+        (verdict.coverage.noise, "noise", "noise"),
+        (verdict.coverage.ignored, "what is ignored", "ignored"),
+    ):
+        if number:
+            apart.append(what)
+            counts.append(f"{number} {'is' if number == 1 else 'are'} {of_them}")
+    but_for = f" but for {' and '.join(apart)}" if apart else ""
+    return f"IDENTICAL{but_for}: {'; '.join(counts)}"
 
 
 def _divergence_rows(found: Divergence, verdict: Verdict) -> list[tuple[str, str]]:
-    boundary = found.boundary
-    if found.operator is not None:
-        boundary += f", operator {found.operator}"
-    if found.call:
-        boundary += f", call {found.call}"
     rows = [
-        ("boundary", boundary),
+        ("boundary", where(found)),
         ("tensor", _tensor(found)),
         ("ranks", _ranks(found, verdict)),
         ("kind", f"{found.kind}: {found.explanation}"),
@@ -111,8 +110,8 @@ def _spread_rows(verdict: Verdict, verbose: bool) -> list[tuple[str, str]]:
 def _link(link: Reached) -> str:
     microbatch = "" if link.microbatch is None else f", micro-batch {link.microbatch}"
     call = f", call {link.call}" if link.call else ""
-    where = f"{link.boundary} {link.role} {link.slot}{call} ({link.phase}{microbatch})"
-    return where if link.distance is None else f"{where}: {_distance(link.distance)}"
+    name = f"{link.boundary} {link.role} {link.slot}{call} ({link.phase}{microbatch})"
+    return name if link.distance is None else f"{name}: {_distance(link.distance)}"
 
 
 _INPUTS = {
@@ -183,8 +182,7 @@ def _distance(distance: Distance) -> str:
 
 
 def _place(found: Divergence) -> str:
-    where = f"{found.boundary} {found.role} {found.slot}"
-    return f"{_when(found)}: {where} ({found.kind})"
+    return f"{when(found)}: {found.boundary} {found.role} {found.slot} ({found.kind})"
 
 
 def _event(event: EventRef) -> str:

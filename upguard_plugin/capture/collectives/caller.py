@@ -30,6 +30,8 @@ _C10D = str(_TORCH_FOLDER / "distributed" / "distributed_c10d.py")
 _OF_OBJECTS = ("_object", "_object_list")  # how torch's functions that pickle end
 _DDP = str(_TORCH_FOLDER / "nn" / "parallel" / "distributed.py")
 _OPERATORS = str(_TORCH_FOLDER / "_ops.py")
+# What torch puts around the `__torch_dispatch__` of a mode, ours at level op.
+_AROUND_MODES = (str(_TORCH_FOLDER / "_compile.py"), str(_TORCH_FOLDER / "_dynamo/eval_frame.py"))
 _NOT_THE_USERS = (_TORCH, "<", *WRAPPERS)
 # Code whose reductions in backward are the synchronisation of gradients.
 _GRADIENT_CODE = (
@@ -50,6 +52,7 @@ class Caller:
 
     source: Source | None  # the innermost line outside torch; None on a thread without Python
     from_cpp: bool  # launched and waited for by C++: DDP's reducer and its broadcasts
+    returns_work: bool  # by a function of torch.distributed, which waits for its Work or returns it
     functional: bool  # by a functional collective: torch waits for its result, not for its Work
     in_backward: bool  # while autograd runs
     in_gradient_code: bool  # by a framework's own code for gradients
@@ -60,7 +63,7 @@ class Caller:
 def find_caller(*, with_factor: bool = False) -> Caller:
     """Look at the stack of the calling thread."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (_is_ours(frame) or _is_called_by_us(frame)):
+    while frame is not None and _is_between(frame):
         frame = frame.f_back
     innermost = _AUTOGRAD if frame is None else frame.f_code.co_filename
     source: Source | None = None
@@ -87,12 +90,19 @@ def find_caller(*, with_factor: bool = False) -> Caller:
     return Caller(
         source,
         from_cpp=innermost in (_AUTOGRAD, _DDP),
+        returns_work=innermost == _C10D,
         functional=innermost == _OPERATORS,
         in_backward=in_backward,
         in_gradient_code=in_gradient_code,
         of_objects=of_objects,
         factor=factor,
     )
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Whether it stands between the call of the operator and us."""
+    is_around = frame.f_code.co_filename in _AROUND_MODES
+    return is_around or _is_ours(frame) or _is_called_by_us(frame)
 
 
 def _is_ours(frame: FrameType | None) -> bool:

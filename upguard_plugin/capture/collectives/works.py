@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, Work
 
+from upguard_plugin.capture.collectives.under_way import Flight, UnderWay
+
 _CATCH_UP_S = 60.0  # for the hashing of buffers that are final already; more is a failure of ours
 _OWN_REFERENCES = 2  # to a Work, where its references are counted: a variable and an argument
 
@@ -43,12 +45,14 @@ class Pending:
     finish: Callable[[Work, bool], None]  # called once; True: the buffers are final, False: never
     functional: bool = False  # torch waits for it by its tensor, not by its Work
     future: Any = None  # where its callback finishes
+    flight: Flight | None = None  # whether its outputs may be used
 
 
 class Works:
     """All Works under way of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, under_way: UnderWay) -> None:
+        self._under_way = under_way
         self.num_dropped = 0  # never waited for, as far as we can see
         self._lock = threading.Lock()
         self._finished = threading.Condition(self._lock)
@@ -59,10 +63,11 @@ class Works:
 
     def attach(self) -> None:
         """See every wait that comes from Python."""
-        for name in ("wait", "synchronize"):
+        for name in ("wait", "synchronize", "block_current_stream"):
             self._wrap(Work, name, self._wait)
         self._wrap(Work, "is_completed", self._is_completed)
         self._wrap(Work, "get_future", self._get_future)
+        self._wrap(Work, "get_future_result", self._get_future_result)
         self._wrap(ProcessGroup, "_start_coalescing", self._start_coalescing)
         self._wrap(ProcessGroup, "_end_coalescing", self._end_coalescing)
         self._wrap(torch.autograd, "_engine_run_backward", self._run_backward)
@@ -76,6 +81,11 @@ class Works:
     def add(self, pending: Pending, group: ProcessGroup, *, by_future: bool) -> None:
         """Watch a Work that has just been launched."""
         pending.future = _future_of(pending.work) if by_future else None
+        flight = pending.flight
+        if flight is not None:
+            flight.future = pending.future
+            if flight.in_sight or flight.future is not None:
+                self._under_way.add(flight)
         with self._lock:
             self._drop_forgotten()
             coalesced = self._coalescing.get(id(group))
@@ -135,6 +145,7 @@ class Works:
             if not many:
                 del self._pending[id(pending.work)]
             self._finishing.add(pending)
+        self._under_way.is_over(pending.flight)
         pending.finish(pending.work, final)
         with self._finished:
             self._finishing.discard(pending)
@@ -152,14 +163,17 @@ class Works:
             if many[0].future is not None or many[0].functional:
                 continue
             work = many[0].work
-            if sys.getrefcount(work) <= len(many) + _OWN_REFERENCES:
+            held = len(many) + self._under_way.num_references(work)
+            if sys.getrefcount(work) <= held + _OWN_REFERENCES:
                 del self._pending[key]
                 self.num_dropped += len(many)
                 for pending in many:
                     pending.finish(pending.work, False)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
+        original = getattr(owner, name, None)
+        if original is None:  # newer than this torch
+            return
 
         @wraps(original)
         def method(this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,6 +183,8 @@ class Works:
         self._originals.append((owner, name, original))
 
     def _wait(self, original: Callable[..., Any], work: Work, *args: Any, **kwargs: Any) -> Any:
+        if self._under_way.outputs:
+            self._under_way.waits(work)
         result = original(work, *args, **kwargs)
         self._end_all(work)
         return result
@@ -176,15 +192,21 @@ class Works:
     def _is_completed(self, original: Callable[..., Any], work: Work) -> Any:
         completed = original(work)
         if completed:
+            self._under_way.waits(work)
             self._end_all(work)
         return completed
 
     def _get_future(self, original: Callable[..., Any], work: Work) -> Any:
         future = original(work)
+        self._under_way.hide(work)
         under_way = any(pending.future for pending in self._pending.get(id(work), ()))
         # Those who wait for a future are woken before its callbacks run; those who wait for the
         # next link are behind us.
         return future.then(_value) if under_way else future
+
+    def _get_future_result(self, original: Callable[..., Any], work: Work) -> Any:
+        self._under_way.hide(work)
+        return original(work)
 
     def _run_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -204,6 +226,7 @@ class Works:
             coalesced = self._coalescing.pop(id(group), [])
             if work is not None:
                 for pending in coalesced:
+                    self._under_way.moved(pending.work, work)
                     pending.work = work
                 if coalesced:
                     self._pending.setdefault(id(work), []).extend(coalesced)

@@ -17,14 +17,16 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from upguard_plugin.capture import contents
+from upguard_plugin.capture.collectives.under_way import UnderWay
 from upguard_plugin.capture.operators.arguments import Argument, tensors_given, tensors_returned
+from upguard_plugin.capture.operators.early import look_for_use
 from upguard_plugin.capture.operators.locator import Locator
 from upguard_plugin.capture.operators.places import Place
 from upguard_plugin.capture.operators.schema import Operator, describe, opaque_operator
 from upguard_plugin.capture.operators.sites import Site, Sites
 from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.rng import generator_state
-from upguard_plugin.capture.shield import out_of_sight, shielded
+from upguard_plugin.capture.shield import ignore, out_of_sight, shielded
 from upguard_plugin.capture.storages import Storages, extent_of
 from upguard_plugin.trace.batch import NONE
 
@@ -54,6 +56,8 @@ class OperatorCalls:
         self.recorder = guard.recorder
         self.storages = Storages()
         self._position = guard.position
+        collectives = guard.collectives
+        self._under_way = UnderWay(ignore) if collectives is None else collectives.under_way
         self._selected = guard.config.selected_module
         self._selects_all = not (guard.config.modules or self.recorder.phases_left_out)
         self._inputs_wanted = self.recorder.wants("input")
@@ -75,7 +79,8 @@ class OperatorCalls:
         if operator.is_view or not operator.is_observed:
             self._locator.place_quickly()
             return None
-        looked_at = None if self._inputs_wanted else operator.looked_at
+        every = self._inputs_wanted or self._under_way.outputs
+        looked_at = None if every else operator.looked_at
         arguments = tensors_given(args, kwargs, looked_at)
         if operator.is_collective:
             for argument in arguments:
@@ -129,6 +134,8 @@ class OperatorCalls:
         kwargs: dict[str, Any],
     ) -> Running | None:
         place, phase = self._locator.place_of(args, kwargs)
+        if self._under_way.outputs:
+            look_for_use(self._under_way, operator, arguments, phase)
         selected = self._selects_all or self._is_selected(place.boundary, phase)
         if not selected and not operator.has_effects:
             return None

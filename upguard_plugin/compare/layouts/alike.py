@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import isclose
 
-from upguard_plugin.compare.layouts.merge import LogicalEvent, Name, num_microbatches
+from upguard_plugin.compare.layouts.merge import Number
+from upguard_plugin.compare.layouts.names import About, Name, num_microbatches
 from upguard_plugin.compare.layouts.samples import OTHER_GROUPS, is_of_a_sample
 from upguard_plugin.compare.layouts.shares import ROUNDED, is_rounding
 from upguard_plugin.compare.layouts.units import Units
@@ -23,28 +25,49 @@ _OTHER_DIMS = "the layouts hold the dims in another order"
 
 _OF_OPTIMIZER = re.compile(r"optimizer\d*\.")
 
-Events = Mapping[Name, LogicalEvent]
+Events = Mapping[Name, About]
+Numbers = Mapping[Name, Number]
 Reason = tuple[Name, str]
 
 
+@dataclass(frozen=True, slots=True)
+class NumbersApart:
+    """What the numbers of a step say of why they differ."""
+
+    is_scaled: bool  # each run divides losses by its own number of micro-batches
+    rounded: tuple[Name, ...]  # sums of other shares, apart by their rounding only
+
+
+def numbers_apart(baseline: Numbers, target: Numbers, units: Units) -> NumbersApart:
+    """Look at the scalars of both runs."""
+    counts = num_microbatches(units.baseline), num_microbatches(units.target)
+    both = [(name, baseline[name], target[name]) for name in baseline if name in target]
+    return NumbersApart(
+        any(name[0][0] == "loss" and _is_scaled(one, other, *counts) for name, one, other in both),
+        tuple(name for name, one, other in both if _is_rounded(one, other)),
+    )
+
+
 def not_alike(
-    baseline: Events, target: Events, left_out: Mapping[Name, str], units: Units
+    baseline: Events,
+    target: Events,
+    left_out: Mapping[Name, str],
+    units: Units,
+    numbers: NumbersApart,
 ) -> dict[Name, str]:
     """Why events are not compared, by name. left_out: what could not be merged on a side."""
     lost = dict(_one_sided(baseline, target, left_out)) | dict(
         _one_sided(target, baseline, left_out)
     )
     lost |= dict.fromkeys(_transposed(baseline, target), _OTHER_DIMS)
-    names = baseline.keys() | target.keys()
+    names = list(dict.fromkeys([*baseline, *target]))
     if not units.same_order:
         lost |= {name: _OTHER_SHARES for name in names if name[0][0] == "accumulate"}
-    counts = (num_microbatches(units.baseline), num_microbatches(units.target))
-    if _is_scaled(baseline, target, *counts):
+    if numbers.is_scaled:
         lost |= {name: _OTHER_SCALE for name in names if name[0][0] in ("loss", "backward")}
     of_units = (n for n in names if n[1] in units.joined and not is_of_a_sample(*n[0][2:4]))
     lost |= {n: OTHER_GROUPS for n in of_units if not _is_one_tensor(n, baseline, target)}
-    rounded = (n for n in baseline.keys() & target.keys() if _is_rounded(baseline[n], target[n]))
-    return lost | dict.fromkeys(rounded, ROUNDED)
+    return lost | dict.fromkeys(numbers.rounded, ROUNDED)
 
 
 def _is_one_tensor(name: Name, baseline: Events, target: Events) -> bool:
@@ -54,12 +77,12 @@ def _is_one_tensor(name: Name, baseline: Events, target: Events) -> bool:
     return baseline[name].key.shape == target[name].key.shape
 
 
-def _is_rounded(one: LogicalEvent, other: LogicalEvent) -> bool:
-    """Whether the numbers are sums of other shares, and differ by their rounding only."""
-    if one.num_shares == other.num_shares or one.number is None or other.number is None:
+def _is_rounded(one: Number, other: Number) -> bool:
+    """Whether they are sums of other shares, and differ by their rounding only."""
+    num_shares = max(one.about.num_shares, other.about.num_shares)
+    if one.about.num_shares == other.about.num_shares:
         return False
-    num_shares = max(one.num_shares, other.num_shares)
-    return is_rounding(one.number, other.number, num_shares, one.key.dtype)
+    return is_rounding(one.value, other.value, num_shares, one.about.key.dtype)
 
 
 def _one_sided(mine: Events, other: Events, left_out: Mapping[Name, str]) -> Iterator[Reason]:
@@ -67,7 +90,9 @@ def _one_sided(mine: Events, other: Events, left_out: Mapping[Name, str]) -> Ite
     reasons = {name[0]: reason for name, reason in left_out.items()}
     calls = {name[0][1]: reason for name, reason in left_out.items()}
     gradients = {name[0][1] for name in other if _is_summed_gradient(name)}
-    for name in mine.keys() - other.keys():
+    for name in mine:
+        if name in other:
+            continue
         _, boundary, role, slot, _ = name[0]
         is_gradient = _is_summed_gradient(name) and boundary in gradients
         if name[0] in reasons:
@@ -86,22 +111,19 @@ def _is_summed_gradient(name: Name) -> bool:
 
 
 def _transposed(baseline: Events, target: Events) -> Iterator[Name]:
-    for name in baseline.keys() & target.keys():
-        dims = baseline[name].whole.dims, target[name].whole.dims
+    for name in baseline:
+        if name not in target:
+            continue
+        dims = baseline[name].dims, target[name].dims
         if dims[0] != dims[1] and sorted(dims[0]) == sorted(dims[1]):
             yield name
 
 
-def _is_scaled(baseline: Events, target: Events, num_baseline: int, num_target: int) -> bool:
+def _is_scaled(one: Number, other: Number, num_baseline: int, num_target: int) -> bool:
     """Whether losses of equal micro-batches are apart by the numbers of micro-batches."""
     if 0 in (num_baseline, num_target) or num_baseline == num_target:
         return False
-    for name in baseline.keys() & target.keys():
-        if max(baseline[name].num_shares, target[name].num_shares) > 1:
-            continue  # sums over all micro-batches
-        numbers = baseline[name].number, target[name].number
-        if name[0][0] == "loss" and numbers[0] is not None and numbers[1] is not None:
-            scaled = (numbers[0] * num_baseline, numbers[1] * num_target)
-            if numbers[0] != numbers[1] and isclose(*scaled, rel_tol=1e-2):
-                return True
-    return False
+    if max(one.about.num_shares, other.about.num_shares) > 1:
+        return False  # sums over all micro-batches
+    scaled = (one.value * num_baseline, other.value * num_target)
+    return one.value != other.value and isclose(*scaled, rel_tol=1e-2)

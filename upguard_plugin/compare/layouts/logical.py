@@ -7,171 +7,232 @@ Out: two `LogicalRun`s, which compare reads like any run: rank 0 holds the event
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
-from upguard_plugin.compare.layouts.alike import not_alike
-from upguard_plugin.compare.layouts.merge import (
-    LogicalEvent,
-    Name,
-    dp_index,
-    merge_step,
-)
-from upguard_plugin.compare.layouts.parts import Floats
+from upguard_plugin.compare.layouts.alike import numbers_apart
+from upguard_plugin.compare.layouts.compared import Compared, LeftOut
+from upguard_plugin.compare.layouts.gathering import GatheredStep, Gathering, StepOf
+from upguard_plugin.compare.layouts.held import Bools, WholePlan
+from upguard_plugin.compare.layouts.holdings import Ints
+from upguard_plugin.compare.layouts.merge import LogicalEvent, LogicalStep, merge_step
+from upguard_plugin.compare.layouts.names import About, MergePlan, merge_plan
 from upguard_plugin.compare.layouts.taint import Taint
 from upguard_plugin.compare.layouts.units import Units
-from upguard_plugin.compare.run import Array, Manifest, Run
+from upguard_plugin.compare.run import Array, Run, RunView
 from upguard_plugin.records import EventKey, Layout
 from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
+from upguard_plugin.trace.step_table import StepTable
 
 LOGICAL_RANK = 0
 _Steps = tuple[int | None, int | None]  # of the baseline and the target; None: it has no such step
-_MAX_NAMED = 5  # boundaries without a placement that a note names
+_MAX_KEPT = 3  # pairs of steps: the divergent one and its neighbours
+_MAX_PLANS = 4  # structures that steps may take turns in
 
 
-@dataclass(slots=True)
-class LeftOut:
-    """What was not compared, by reason."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StepEvents(Sequence[LogicalEvent]):
+    """The events of a step that are compared, in order; each is made when it is asked for."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    boundaries: dict[str, dict[str, None]] = field(default_factory=dict)  # by reason, in order
+    merged: LogicalStep
+    rows: Ints  # of the merged step
+    batch: EventBatch
 
-    def add(self, names: Mapping[Name, str]) -> None:
-        for name, reason in names.items():
-            self.counts[reason] += 1
-            self.boundaries.setdefault(reason, {}).setdefault(f"{name[0][1]} ({name[0][2]})")
+    def __len__(self) -> int:
+        return len(self.rows)
 
-    def notes(self) -> list[str]:
-        """One sentence per reason, with the first boundaries it concerns."""
-        notes = []
-        for reason, count in self.counts.most_common():
-            names = list(self.boundaries[reason])
-            more = "" if len(names) <= _MAX_NAMED else f" and {len(names) - _MAX_NAMED} more"
-            notes.append(
-                f"not compared: {count} events, {reason}: {', '.join(names[:_MAX_NAMED])}{more}"
-            )
-        return notes
+    def __getitem__(self, row: int) -> LogicalEvent:  # type: ignore[override]  # no slices
+        return self.merged.event(int(self.rows[row]))
 
 
 class LogicalPair:
-    """Both runs, merged step by step in the same way."""
+    """Both runs, merged step by step in the same way; on the first process of a team."""
 
-    def __init__(self, baseline: Run, target: Run) -> None:
+    def __init__(self, gathering: Gathering, baseline: int, target: int) -> None:
+        """baseline, target: which of the gathered runs they are."""
         self.left_out = LeftOut()
         self.taint = Taint(self.events)
-        self._runs = (baseline, target)
-        self._layouts = tuple({r: run.layout(r) for r in run.ranks} for run in self._runs)
-        self._keys: tuple[dict[EventKey, int], ...] = ({}, {})
-        self._tables: tuple[list[EventKey], ...] = ([], [])
+        self._gathering, self._numbers = gathering, (baseline, target)
         self._partners: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})
-        self._kept: dict[_Steps, tuple[EventBatch, EventBatch]] = {}
-        self._events: dict[_Steps, tuple[list[LogicalEvent], list[LogicalEvent]]] = {}
+        self._behind: Mapping[int | None, int] = {}  # the step behind each of the baseline
+        self._sides = (_Side(0), _Side(1))
+        self._units: Units | None = None  # of the last step
+        self._chosen: OrderedDict[Hashable, Compared] = OrderedDict()
+        self._events: OrderedDict[_Steps, tuple[StepEvents, StepEvents]] = OrderedDict()
         self._counted: set[_Steps] = set()
 
     def views(self) -> tuple[LogicalRun, LogicalRun]:
         """The baseline and the target as runs of one rank."""
-        return LogicalRun(self, 0, self._runs[0]), LogicalRun(self, 1, self._runs[1])
+        return LogicalRun(self, 0), LogicalRun(self, 1)
 
     def match(self, partner: Mapping[int, int]) -> None:
         """Say which step of the target is which of the baseline; before, each stands alone."""
         self._partners = (partner, {theirs: ours for ours, theirs in partner.items()})
+        self._behind = dict(pairwise(partner))
 
-    def read(self, side: int, step: int, verify: bool = False) -> EventBatch:
-        return self._kept[self._merged(side, step, verify)][side]
+    def run(self, side: int) -> Run:
+        """One of the two."""
+        return self._gathering.runs[self._numbers[side]]
 
-    def events(self, side: int, step: int) -> list[LogicalEvent]:
+    def table(self, side: int) -> StepTable:
+        """The steps that all ranks have."""
+        return self._gathering.tables[self._numbers[side]]
+
+    def events(self, side: int, step: int) -> StepEvents:
         """The events of a step, row by row."""
-        return self._events[self._merged(side, step)][side]
-
-    def _merged(self, side: int, step: int, verify: bool = False) -> _Steps:
-        """See to it that a step and its partner are at hand."""
         other = self._partners[side].get(step)
         steps = (other, step) if side else (step, other)
-        if steps not in self._kept:
-            if len(self._kept) > 2:
-                oldest = next(iter(self._kept))
-                del self._kept[oldest], self._events[oldest]
-            self._kept[steps] = self._merge(steps, verify)
-        return steps
+        if steps not in self._events:
+            self._events[steps] = self._merged(steps)
+            if len(self._events) > _MAX_KEPT:
+                self._events.popitem(last=False)
+        return self._events[steps][side]
 
-    def _merge(self, steps: _Steps, verify: bool) -> tuple[EventBatch, EventBatch]:
-        batches: list[dict[int, EventBatch]] = [
-            {} if step is None else {r: run.read(r, step, verify=verify) for r in run.ranks}
-            for run, step in zip(self._runs, steps, strict=True)
-        ]
-        if None in steps:  # it is only asked which weights it begins with
-            batches = [{r: _weights_at_start(b) for r, b in side.items()} for side in batches]
-        indexes = [{r: dp_index(layout) for r, layout in side.items()} for side in self._layouts]
-        units = Units(batches[0], batches[1], (indexes[0], indexes[1]))
+    def _merged(self, steps: _Steps) -> tuple[StepEvents, StepEvents]:
+        gathered = self._gathered(steps)
+        units = self._units_of(gathered)
         merged = [
-            merge_step(batches[side], self._layouts[side], places, units.joined, units.in_line)
-            for side, places in enumerate((units.baseline, units.target))
+            merge_step(one.held, side.plan(one.plan, units))
+            for side, one in zip(self._sides, gathered, strict=True)
         ]
-        lost = dict(merged[0].left_out) | dict(merged[1].left_out)
-        lost |= not_alike(merged[0].events, merged[1].events, lost, units)
+        compared = self._compared(merged[0], merged[1], units)
         if None not in steps and steps not in self._counted:  # else it is merged once more
-            self.left_out.add(lost)
+            self.left_out.add(compared.left_out)
             self._counted.add(steps)
-        kept = tuple(
-            sorted(
-                (event for name, event in side.events.items() if name not in lost),
-                key=lambda event: event.order,
-            )
-            for side in merged
+        ours, theirs = (
+            self._in_order(side, step, one, rows)
+            for side, (step, one, rows) in enumerate(zip(steps, merged, compared.rows, strict=True))
         )
-        self._events[steps] = (kept[0], kept[1])
-        return self._batch(0, steps[0], kept[0]), self._batch(1, steps[1], kept[1])
+        return ours, theirs
 
-    def _batch(self, side: int, step: int | None, events: Sequence[LogicalEvent]) -> EventBatch:
-        run = self._runs[side]
-        entry = next((e for e in run.steps(run.ranks[0]) if e.step == step), None)
+    def _gathered(self, steps: _Steps) -> tuple[GatheredStep, GatheredStep]:
+        wanted = self._asked_for(steps)
+        if len(wanted) == 2:
+            ahead = self._asked_for(self._next(steps))
+            return tuple(self._gathering.steps(wanted, ahead))  # type: ignore[return-value]
+        (alone,) = self._gathering.steps(wanted)  # it is only asked which weights it begins with
+        pair = alone.weights_at_start(), GatheredStep.nothing()
+        return pair if steps[0] is not None else pair[::-1]
+
+    def _asked_for(self, steps: _Steps) -> list[StepOf]:
+        return [
+            StepOf(run, step)
+            for run, step in zip(self._numbers, steps, strict=True)
+            if step is not None
+        ]
+
+    def _next(self, steps: _Steps) -> _Steps:
+        """The pair of steps behind this one, which is looked at if these are equal."""
+        behind = self._behind.get(steps[0])
+        return behind, None if behind is None else self._partners[0][behind]
+
+    def _units_of(self, gathered: Sequence[GatheredStep]) -> Units:
+        ours, theirs = gathered
+        units = Units.of((ours.samples(), theirs.samples()), (ours.plan.places, theirs.plan.places))
+        if self._units is None or not units.is_like(self._units):
+            self._units = units
+        return self._units
+
+    def _compared(self, baseline: LogicalStep, target: LogicalStep, units: Units) -> Compared:
+        """Mostly it is what was compared of the step before."""
+        numbers = numbers_apart(baseline.numbers(), target.numbers(), units)
+        name = (*baseline.structure(), *target.structure(), numbers)
+        if name not in self._chosen:
+            self._chosen[name] = Compared.of(baseline, target, units, numbers)
+            if len(self._chosen) > _MAX_PLANS:
+                self._chosen.popitem(last=False)
+        return self._chosen[name]
+
+    def _in_order(
+        self, side: int, step: int | None, merged: LogicalStep, compared: Bools
+    ) -> StepEvents:
+        rows = np.flatnonzero(compared)
+        order = merged.plan.order[rows]
+        rows = rows[np.lexsort((merged.seq[rows], *order.T[::-1]))]
+        row = None if step is None else self.table(side).row_of(step)
+        entry = None if row is None else self.table(side)[row]
+        return StepEvents(merged, rows, self._sides[side].batch(merged, rows, entry))
+
+
+class _Side:
+    """What is kept of one run from step to step."""
+
+    def __init__(self, side: int) -> None:
+        self._side = side
+        self._plans: OrderedDict[Hashable, MergePlan] = OrderedDict()
+        self._table: list[EventKey] = []
+        self._numbers: dict[EventKey, int] = {}  # places in the table
+        self._columns: OrderedDict[MergePlan, Ints] = OrderedDict()
+
+    def plan(self, whole: WholePlan, units: Units) -> MergePlan:
+        """The plan for steps of one structure whose micro-batches belong together so."""
+        name = (whole, units)
+        if name not in self._plans:
+            self._plans[name] = merge_plan(whole, units, self._side)
+            if len(self._plans) > _MAX_PLANS:
+                self._columns.pop(self._plans.popitem(last=False)[1], None)
+        return self._plans[name]
+
+    def batch(self, merged: LogicalStep, rows: Ints, entry: StepEntry | None) -> EventBatch:
+        """These rows of a step as events of one rank."""
+        sketch = None if merged.sketch is None else merged.sketch[rows]
+        if sketch is not None and bool(np.isnan(sketch[:, 0]).all()):
+            sketch = None
+        key, microbatch, call = self._columns_of(merged)[rows].T.astype(np.int32)
         return EventBatch(
-            step=-1 if step is None else step,
+            step=-1 if entry is None else entry.step,
             iteration=None if entry is None else entry.iteration,
             mark=None if entry is None else entry.mark,
-            keys=self._tables[side],
-            key=np.array([self._number(side, event) for event in events], np.int32),
-            seq=np.arange(len(events), dtype=np.int64),
-            microbatch=np.array([event.microbatch for event in events], np.int32),
-            call=np.array([event.call for event in events], np.int32),
-            h=np.array([event.whole.value[0] for event in events], np.uint64),
-            s=np.array([event.whole.value[1] for event in events], np.uint64),
-            value=np.array(
-                [np.nan if event.number is None else event.number for event in events], np.float64
-            ),
-            sketch=_sketches(events),
+            keys=self._table,
+            key=key,
+            seq=np.arange(len(rows), dtype=np.int64),
+            microbatch=microbatch,
+            call=call,
+            h=merged.h[rows],
+            s=merged.s[rows],
+            value=merged.number[rows],
+            sketch=sketch,
         )
 
-    def _number(self, side: int, event: LogicalEvent) -> int:
-        number = self._keys[side].setdefault(event.key, len(self._tables[side]))
-        if number == len(self._tables[side]):
-            self._tables[side].append(event.key)
-        return number
+    def _columns_of(self, merged: LogicalStep) -> Ints:
+        """[events, 3]: key, unit and call."""
+        plan = merged.plan
+        if plan not in self._columns:
+            self._columns[plan] = np.array(
+                [self._columns_in(about) for about in plan.abouts], np.int64
+            ).reshape(-1, 3)
+        columns = self._columns[plan]
+        for share in plan.shares:
+            if merged.abouts[share.event] is share.as_tensor:
+                columns = columns.copy()
+                columns[share.event] = self._columns_in(share.as_tensor)
+        return columns
+
+    def _columns_in(self, about: About) -> tuple[int, int, int]:
+        number = self._numbers.setdefault(about.key, len(self._table))
+        if number == len(self._table):
+            self._table.append(about.key)
+        return number, about.name[1], about.name[2]
 
 
-class LogicalRun:
-    """One of the two, as `compare.run.Run`."""
+class LogicalRun(RunView):
+    """One of the two, as a run of one rank."""
 
-    def __init__(self, pair: LogicalPair, side: int, run: Run) -> None:
-        self._pair, self._side, self._run = pair, side, run
-        self.ranks = self.listed_ranks = (LOGICAL_RANK,)
-        self.missing_ranks = run.missing_ranks
+    def __init__(self, pair: LogicalPair, side: int) -> None:
+        super().__init__(pair.run(side))
+        self._pair, self._side = pair, side
 
     @property
-    def path(self) -> Path:
-        return self._run.path
+    def ranks(self) -> tuple[int, ...]:
+        return (LOGICAL_RANK,)
 
     @property
-    def manifest(self) -> Manifest:
-        return self._run.manifest
-
-    @property
-    def attempts(self) -> tuple[Path, ...]:
-        return self._run.attempts
+    def listed_ranks(self) -> tuple[int, ...]:
+        return self.ranks
 
     def has_trace(self, rank: int) -> bool:
         return rank == LOGICAL_RANK
@@ -179,19 +240,15 @@ class LogicalRun:
     def layout(self, rank: int) -> Layout:
         return Layout()
 
-    def steps(self, rank: int) -> tuple[StepEntry, ...]:
+    def steps(self, rank: int) -> StepTable:
         """The steps that all ranks have. Their digests say nothing: nothing is merged for them."""
-        listed = [self._run.steps(r) for r in self._run.ranks]
-        common = set.intersection(*({entry.step for entry in steps} for steps in listed))
-        unknown = bytes([self._side]) * 16  # the other side's is another: the step is read
-        return tuple(
-            StepEntry(e.step, e.iteration, e.mark, e.num_events, unknown)
-            for e in listed[0]
-            if e.step in common
-        )
+        table = self._pair.table(self._side)
+        # The other side's is another: every step is read.
+        return replace(table, digest=np.full_like(table.digest, self._side))
 
     def read(self, rank: int, step: int, *, verify: bool = False) -> EventBatch:
-        return self._pair.read(self._side, step, verify)
+        """verify: of no account, the gathering has been told."""
+        return self._pair.events(self._side, step).batch
 
     def has_tensors(self, rank: int, name: str) -> bool:
         return False  # ranks keep their parts; nobody has the whole
@@ -204,25 +261,3 @@ class LogicalRun:
         reason = next((end.reason for end in ends if not end.complete), "")
         notes = dict.fromkeys(note for end in ends for note in end.notes)
         return RankEnd(all(end.complete for end in ends), reason, tuple(notes))
-
-
-def _weights_at_start(batch: EventBatch) -> EventBatch:
-    wanted = [
-        number
-        for number, key in enumerate(batch.keys)
-        if key.phase == "start" and key.role == "param"
-    ]
-    rows = np.flatnonzero(np.isin(batch.key, wanted))
-    columns = {name: getattr(batch, name)[rows] for name in ("key", "seq", "microbatch", "call")}
-    return EventBatch(step=batch.step, keys=batch.keys, h=batch.h[rows], s=batch.s[rows], **columns)
-
-
-def _sketches(events: Sequence[LogicalEvent]) -> Floats | None:
-    """One row per event, NaN where none was taken; None without any."""
-    sizes = {len(event.whole.sketch) for event in events if event.whole.sketch is not None}
-    if len(sizes) != 1:
-        return None
-    missing = np.full(sizes.pop(), np.nan)
-    return np.array(
-        [missing if event.whole.sketch is None else event.whole.sketch for event in events]
-    )

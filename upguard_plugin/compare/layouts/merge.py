@@ -1,204 +1,233 @@
 """One step of all ranks as the events of the logical tensors.
 
-In:  the batches of all ranks in a step, their layouts, the numbers of their micro-batches.
-Out: `LogicalEvent`s with whole tensors, as a run on one rank would have recorded them; and what
-     cannot be merged, with the reason.
-
-parts.py says how the parts of one tensor make a whole.
+In:  what all ranks hold in a step, and the plan by which it is merged.
+Out: a `LogicalStep`: whole tensors, as a run on one rank would have recorded them; and what cannot
+     be merged, with the reason. Columns throughout: Python is run where holders disagree, no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import isnan
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from math import fsum
 
-from upguard_plugin.compare.keys import is_collective, is_operator
-from upguard_plugin.compare.layouts.parts import Part, Whole, whole_of
-from upguard_plugin.compare.layouts.samples import (
-    check_is_summed,
-    check_is_whole,
-    is_of_a_sample,
-    slot_in_unit,
-)
-from upguard_plugin.compare.layouts.shares import sum_of, summed_axes, whole_number
-from upguard_plugin.compare.layouts.stages import RankStages
-from upguard_plugin.compare.layouts.sums import RankSums, Sizes
-from upguard_plugin.compare.layouts.units import SideUnits
-from upguard_plugin.errors import PlacementError
-from upguard_plugin.records import EventKey, Layout
-from upguard_plugin.trace.batch import NONE, EventBatch
+import numpy as np
 
-STATES = ("param", "grad", "main_grad", "master", "optimizer_state", "buffer", "rng")
-_ENDS = {"input": min, "grad_input": min, "output": max, "grad_output": max}  # role -> its stage
-_GRADIENTS = ("grad", "main_grad")
-_GRADIENT_LOOKS = frozenset(("grad_sync", role) for role in _GRADIENTS)
-_BACKWARD = ("backward", "recompute", "accumulate")
+from upguard_plugin.compare.layouts.held import Bools, Floats, HeldStep, Values, Words
+from upguard_plugin.compare.layouts.holdings import Ints
+from upguard_plugin.compare.layouts.names import About, Groups, MergePlan, Name
+from upguard_plugin.compare.layouts.samples import NOT_SUMMED
+from upguard_plugin.compare.layouts.shares import fingerprint_of
+from upguard_plugin.compare.layouts.sums import Sizes
+from upguard_plugin.fingerprint.adding import add_groups, multiply
+from upguard_plugin.records import FINGERPRINT_PRIME, EventKey
+from upguard_plugin.trace.batch import NONE
 
-# (phase, boundary, role, slot, moment), unit, call
-Name = tuple[tuple[str, str, str, str, str | None], int, int]
-Order = tuple[int, ...]
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What is known of a logical tensor beside its fingerprint."""
+
+    sketch: Floats | None
+    is_agreed: bool  # replicas are equal
+    num_nonfinite: int = NONE
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalEvent:
     """An event of a logical tensor."""
 
-    key: EventKey  # with the logical shape, without a placement
-    microbatch: int
-    call: int
+    about: About
     whole: Whole
     number: float | None  # of a scalar
-    order: Order
-    ranks: tuple[int, ...]  # that hold a part or a replica
-    sums: Sizes  # sizes of the sums over ranks that went into it
-    num_shares: int = 1  # numbers that were added up
+
+    @property
+    def key(self) -> EventKey:
+        return self.about.key
+
+    @property
+    def microbatch(self) -> int:
+        return self.about.name[1]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.about.ranks
+
+    @property
+    def sums(self) -> Sizes:
+        return self.about.sums
 
 
 @dataclass(frozen=True, slots=True)
+class Number:
+    """A scalar of a logical event."""
+
+    about: About
+    value: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LogicalStep:
-    """What a step holds, by name."""
+    """What a step holds: one row per name of the plan in all columns. They are filled once."""
 
-    events: Mapping[Name, LogicalEvent]
-    left_out: Mapping[Name, str]  # why they cannot be merged
+    plan: MergePlan
+    abouts: list[About]  # the plan's, but for sums that have no number
+    h: Words
+    s: Words
+    number: Floats  # NaN for what has none
+    has_number: Bools  # a sum of shares may be NaN, and is a number
+    nonfinite: Ints
+    sketch: Floats | None  # [names, K]; a row of NaN where none was taken
+    is_agreed: Bools  # replicas are equal
+    seq: Ints  # program order on the first rank
+    left_out: dict[int, str]  # why rows cannot be merged
+
+    def events(self) -> dict[Name, About]:
+        """What was merged, by name."""
+        rows = enumerate(self.abouts)
+        return {about.name: about for row, about in rows if row not in self.left_out}
+
+    def numbers(self) -> dict[Name, Number]:
+        """The numbers of what was merged, by name."""
+        return {
+            self.abouts[row].name: Number(self.abouts[row], float(self.number[row]))
+            for row in np.flatnonzero(self.has_number).tolist()
+            if row not in self.left_out
+        }
+
+    def lost(self) -> Iterator[tuple[Name, str]]:
+        """Why events are none of a logical tensor, by name."""
+        yield from self.plan.left_out.items()
+        for row in sorted(self.left_out):
+            yield self.abouts[row].name, self.left_out[row]
+
+    def structure(self) -> tuple[Hashable, ...]:
+        """What `events` and `lost` depend on: steps that are equal in it have the same."""
+        numberless = tuple(s.event for s in self.plan.shares if not self.has_number[s.event])
+        return self.plan, tuple(sorted(self.left_out.items())), numberless
+
+    def event(self, row: int) -> LogicalEvent:
+        """The event of a row."""
+        about, number = self.abouts[row], float(self.number[row])
+        sketch = None if self.sketch is None or np.isnan(self.sketch[row, 0]) else self.sketch[row]
+        whole = Whole(sketch, bool(self.is_agreed[row]), int(self.nonfinite[row]))
+        return LogicalEvent(about, whole, number if self.has_number[row] else None)
 
 
-def merge_step(
-    batches: Mapping[int, EventBatch],
-    layouts: Mapping[int, Layout],
-    units: SideUnits,
-    joined: Collection[int] = (),
-    in_line: Collection[int] = (),
-) -> LogicalStep:
-    """Merge what all ranks saw of a step. No torch; one pass over the events.
+def merge_step(step: HeldStep, plan: MergePlan) -> LogicalStep:
+    """Add up what is held, by the plan."""
+    starts, lead = plan.starts, plan.pieces.lead
+    number = step.values.number[plan.first]
+    h, s, is_agreed = _pieces(step, plan.pieces)
+    sketch = None if step.sketch is None else np.add.reduceat(step.sketch[lead], starts, axis=0)
+    merged = LogicalStep(
+        plan,
+        list(plan.abouts),
+        add_groups(multiply(h, plan.factor), starts),
+        np.add.reduceat(s * plan.factor, starts),
+        number,
+        ~np.isnan(number),
+        np.add.reduceat(step.nonfinite[lead], starts),
+        sketch,
+        np.logical_and.reduceat(is_agreed, starts),
+        step.seq[plan.first],
+        {},
+    )
+    merged.left_out.update(_why_no_wholes(merged, plan))
+    _add_shares(merged, step, plan)
+    merged.left_out.update(dict.fromkeys(_not_summed(step, plan), NOT_SUMMED))
+    merged.left_out.update(plan.early)
+    return merged
 
-    joined: units that are not one micro-batch of one place in both runs. in_line: units whose
-    parts on all ranks are one batch in order.
+
+def _pieces(step: HeldStep, pieces: Groups) -> tuple[Words, Words, Bools]:
+    """The fingerprint of each piece, and whether those who hold it agree."""
+    lead = pieces.lead
+    h, s = step.values.h[lead], step.values.s[lead]
+    is_agreed = _agree(step, pieces)
+    for piece in np.flatnonzero(~is_agreed).tolist():
+        h[piece], s[piece] = _of_none(_values_of(step, pieces.of(piece)))
+    return h, s, is_agreed
+
+
+def _agree(step: HeldStep, groups: Groups) -> Bools:
+    """Whether all holdings of each group have one fingerprint."""
+    members, lead = groups.members, groups.lead[groups.number]
+    h, s = step.values.h, step.values.s
+    equal = (h[members] == h[lead]) & (s[members] == s[lead]) & ~_disputed(step)[members]
+    found: Bools = np.logical_and.reduceat(equal, groups.starts)
+    return found
+
+
+def _disputed(step: HeldStep) -> Bools:
+    """Which holdings have several fingerprints."""
+    disputed = np.zeros(len(step), np.bool_)
+    holding, others = step.others.holding, step.others.values
+    differs = (others.h != step.values.h[holding]) | (others.s != step.values.s[holding])
+    disputed[holding[differs]] = True
+    return disputed
+
+
+def _values_of(step: HeldStep, members: Sequence[int]) -> set[tuple[int, int]]:
+    """All fingerprints of these holdings."""
+    return {(int(values.h[row]), int(values.s[row])) for values, row in _rows_of(step, members)}
+
+
+def _numbers_of(step: HeldStep, members: Sequence[int]) -> set[float]:
+    """All numbers of these holdings."""
+    return {float(values.number[row]) for values, row in _rows_of(step, members)}
+
+
+def _rows_of(step: HeldStep, members: Sequence[int]) -> Iterator[tuple[Values, int]]:
+    for member in members:
+        yield step.values, member
+    if len(step.others.holding):
+        for row in np.flatnonzero(np.isin(step.others.holding, members)).tolist():
+            yield step.others.values, row
+
+
+def _of_none(values: set[tuple[int, int]]) -> tuple[int, int]:
+    """The fingerprint of a piece whose replicas disagree: one that no tensor is likely to have."""
+    h, s = sum(3 * h + 1 for h, _ in values), sum(3 * s + 1 for _, s in values)
+    return h % FINGERPRINT_PRIME, s % (1 << 64)
+
+
+def _why_no_wholes(merged: LogicalStep, plan: MergePlan) -> Iterator[tuple[int, str]]:
+    for event, assembly in plan.assemblies.items():
+        is_sketched = merged.sketch is not None and not np.isnan(merged.sketch[event, 0])
+        if assembly.unsketched is not None and not is_sketched:
+            yield event, assembly.unsketched
+        elif assembly.reason is not None:
+            yield event, assembly.reason
+        elif assembly.unequal is not None and not merged.is_agreed[event]:
+            yield event, assembly.unequal
+
+
+def _add_shares(merged: LogicalStep, step: HeldStep, plan: MergePlan) -> None:
+    """Numbers that are sums of shares are complete, whatever their tensors are."""
+    for share in plan.shares:
+        event = share.event
+        if not merged.has_number[event]:
+            merged.abouts[event] = share.as_tensor
+            continue
+        number = fsum(one for replicas in share.shares for one in _numbers_of(step, replicas))
+        merged.number[event] = number
+        merged.h[event], merged.s[event] = fingerprint_of(number)
+        merged.nonfinite[event], merged.is_agreed[event] = NONE, True
+        if merged.sketch is not None:
+            merged.sketch[event] = np.nan
+        merged.left_out.pop(event, None)
+
+
+def _not_summed(step: HeldStep, plan: MergePlan) -> Iterator[int]:
+    """Gradients of which ranks have other ones, and are to have one.
+
+    They are summed later, and are compared then. Sketches of partial sums add up to that of the
+    sum.
     """
-    parts: dict[Name, list[Part]] = {}
-    left_out: dict[Name, str] = {}
-    for rank in sorted(batches):
-        batch, dp = batches[rank], dp_index(layouts[rank])
-        sums, stages = RankSums(batch, layouts[rank]), RankStages(layouts[rank])
-        first_look = _GRADIENT_LOOKS.isdisjoint((key.phase, key.role) for key in batch.keys)
-        for row, number in enumerate(batch.key.tolist()):
-            key = batch.keys[number]
-            microbatch = int(batch.microbatch[row])
-            place, boundary, call = stages.place(key, microbatch, int(batch.call[row]))
-            name = _name(key, boundary, (dp, microbatch), call, units)
-            if first_look and name[0][0] == "clip" and key.role in _GRADIENTS and name[2] == 0:
-                # One rank has nothing to synchronise: its first look is the same one.
-                name = (("grad_sync", *name[0][1:]), *name[1:])
-            if is_collective(key) or is_operator(key):
-                sums.finish(row, key)
-                left_out[name] = "collectives and operators are those of a layout"
-            elif key.role == "rng":
-                left_out[name] = "random states are those of a layout"
-            elif not stages.is_between(place, boundary, key.role):
-                part = Part(rank, row, batch, key, place, sums.behind(row, key))
-                parts.setdefault(name, []).append(part)
-    events = {}
-    num_each = num_microbatches(units)
-    summed = (num_each,) if num_each > 1 else ()
-    for name, found in parts.items():
-        try:
-            if name[1] != NONE and not is_of_a_sample(*name[0][2:4]) and not summed_axes(found[0]):
-                check_is_whole(found, layouts, name[1] in joined, name[1] in in_line)
-            if name[0][0] == "accumulate":
-                check_is_summed(found)
-            events[name] = _merged(name, found, layouts, summed)
-        except PlacementError as error:
-            left_out[name] = error.sentence
-    return LogicalStep(events, left_out)
-
-
-def dp_index(layout: Layout) -> int:
-    """Which share of the samples the rank computes."""
-    axis = layout.axis("dp")
-    return 0 if axis is None else axis.index
-
-
-def _name(
-    key: EventKey, boundary: str, place: tuple[int, int], call: int, units: SideUnits
-) -> Name:
-    (_, microbatch), phase, slot = place, key.phase, key.slot
-    whole_step = key.role in STATES and phase != "accumulate"
-    if whole_step and phase == "forward":
-        call = 0  # a weight in use: the first use on each rank
-    if not whole_step and not (microbatch == NONE and phase in ("start", "clip", "optimizer")):
-        slot = slot_in_unit(key, place, units)
-        microbatch = units.number[place]
-    elif whole_step:
-        microbatch = NONE
-    return (phase, boundary, key.role, slot, key.moment), microbatch, call
-
-
-def num_microbatches(units: SideUnits) -> int:
-    """How many micro-batches each rank has."""
-    return len({microbatch for _, microbatch in units.number if microbatch != NONE})
-
-
-def _merged(
-    name: Name, parts: Sequence[Part], layouts: Mapping[int, Layout], summed: Sizes
-) -> LogicalEvent:
-    """Raises PlacementError, with the reason as its sentence, if the parts make no whole.
-
-    summed: how many micro-batches a gradient is the sum of, where there are several.
-    """
-    (phase, boundary, _, slot, _), microbatch, call = name
-    parts = _at_its_end(parts)
-    first, number, num_shares = parts[0], _number(parts[0]), 1
-    if number is not None and summed_axes(first):
-        number, num_shares = sum_of(parts, layouts)
-        whole = whole_number(number, first.key.shape)
-    else:
-        whole = whole_of(parts, layouts)
-    key = _logical_key(first.key, phase, boundary, slot, whole.shape)
-    sums = max((part.sums for part in parts), key=len)
-    if whole.num_summands > 1:
-        sums = (*sums, whole.num_summands)
-    if key.role in ("grad", "main_grad") and phase in ("grad_sync", "clip"):
-        sums = (*sums, *summed)
-    return LogicalEvent(
-        key, microbatch, call, whole, number, _order(phase, microbatch, first),
-        tuple(sorted({part.rank for part in parts})), sums, num_shares,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=1 << 16)
-def _logical_key(
-    key: EventKey, phase: str, boundary: str, slot: str, shape: tuple[int, ...]
-) -> EventKey:
-    return replace(
-        key, phase=phase, boundary=boundary, slot=slot, shape=shape,
-        placement=None, group=None, op=None,
-    )  # fmt: skip
-
-
-def _at_its_end(parts: Sequence[Part]) -> Sequence[Part]:
-    """What enters or leaves a module that is cut into stages, as the model or its decoder."""
-    end = _ENDS.get(parts[0].key.role)
-    if end is None:
-        return parts
-    place = end(part.place for part in parts)
-    return [part for part in parts if part.place == place]
-
-
-def _number(part: Part) -> float | None:
-    if part.batch.value is None or isnan(part.batch.value[part.row]):
-        return None
-    return float(part.batch.value[part.row])
-
-
-def _order(phase: str, microbatch: int, part: Part) -> Order:
-    """Where the event stands in the step of a run on one rank: stages in line."""
-    place = (part.place.chunk, part.place.stage)
-    seq = int(part.batch.seq[part.row])
-    if phase == "start":
-        return (0, 0, 0, *place, seq)
-    if microbatch != NONE or phase in ("forward", "eval"):
-        if phase in _BACKWARD:
-            place = (-place[0], -place[1])
-        return (1, max(microbatch, 0), int(phase in _BACKWARD), *place, seq)
-    return (2, 0, 0, *place, seq)
+    for group in np.flatnonzero(~_agree(step, plan.accumulated)).tolist():
+        event = plan.accumulating[group]
+        first = plan.first[event]
+        is_sketched = step.sketch is not None and not np.isnan(step.sketch[first, 0])
+        if not (is_sketched and event in plan.partial):
+            yield event

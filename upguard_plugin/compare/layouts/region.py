@@ -25,7 +25,7 @@ def tainted(pair: LogicalPair, verdict: Verdict) -> Tainted | None:
     num_events = verdict.coverage.tainted
     if origin is None or (verdict.verdict == "divergent" and not num_events):
         return None
-    batch = pair.read(0, origin.step)
+    batch = pair.events(0, origin.step).batch
     found = {
         "from": event_ref(batch, origin.row, origin.event.ranks[0]),
         "boundaries": num_events,

@@ -10,6 +10,8 @@ what each rank has of the gradients: it depends on how ZeRO cuts them, too.
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from upguard_plugin.records import EventKey, Layout
 from upguard_plugin.trace.batch import EventBatch
 
@@ -31,7 +33,8 @@ class RankSums:
     def __init__(self, batch: EventBatch, layout: Layout) -> None:
         self._cut: Sizes = _CUTS.get(layout.zero_stage or 0, ())
         self._batch = batch
-        self._done: list[tuple[int, str, int]] = []  # row, phase and group size, in order
+        self._done: dict[str, list[tuple[int, int]]] = {}  # by phase: row and group size, in order
+        self._sizes: dict[str, Sizes] = {}  # of all sums of a phase so far
         self._begun: dict[tuple[str, str, str, int, int], int] = {}  # call -> its first row
         self._before = -1  # the last row of another boundary than that of the last event
         self._last: tuple[str, int] = ("", -1)  # the last event's boundary and row
@@ -41,7 +44,8 @@ class RankSums:
         words = (key.op or "").split()
         adds = len(words) > 1 and words[0] in _REDUCING and words[1] in _ADDING
         if adds and key.role == "output" and key.group is not None and len(key.group.ranks) > 1:
-            self._done.append((row, key.phase, len(key.group.ranks)))
+            self._done.setdefault(key.phase, []).append((row, len(key.group.ranks)))
+            self._sizes.pop(key.phase, None)
 
     def behind(self, row: int, key: EventKey) -> Sizes:
         """The sums that went into an event, which is none of a collective."""
@@ -53,18 +57,17 @@ class RankSums:
         place = (key.boundary, int(batch.microbatch[row]), int(batch.call[row]))
         self._begun.setdefault((key.phase, key.role, *place), row)
         if key.phase in _TOGETHER:
-            cut = self._cut if key.phase == "clip" else ()
-            return (*cut, *sorted(size for _, phase, size in self._done if phase == key.phase))
-        if not self._done or key.phase == "accumulate":
+            return (*(self._cut if key.phase == "clip" else ()), *self._sizes_in(key.phase))
+        if key.phase not in self._done or key.phase == "accumulate":
             return ()  # a gradient before it is shared
         source = _MADE_FROM.get(key.role)
         began = self._before
         if source is not None:
             began = self._begun.get((key.phase, source, *place), began)
-        sizes = []
-        for done, phase, size in reversed(self._done):
-            if done < began:
-                break
-            if phase == key.phase:
-                sizes.append(size)
-        return tuple(sorted(sizes))
+        since = takewhile(lambda done: done[0] >= began, reversed(self._done[key.phase]))
+        return tuple(sorted(size for _, size in since))
+
+    def _sizes_in(self, phase: str) -> Sizes:
+        if phase not in self._sizes:
+            self._sizes[phase] = tuple(sorted(size for _, size in self._done.get(phase, ())))
+        return self._sizes[phase]

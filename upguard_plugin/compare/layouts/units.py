@@ -1,6 +1,6 @@
 """Which micro-batches of one run hold the samples of which of the other, whatever rank had them.
 
-In:  the `sample` events of all ranks in a step.
+In:  the `sample` events of all ranks in a step, in both runs.
 Out: units: the smallest sets of micro-batches that hold the same samples in both runs. Each place
      (data-parallel index, micro-batch) belongs to one unit, each of its samples to a position in
      it; both have the same number in both runs.
@@ -12,18 +12,30 @@ Where runs cut their batches alike, a unit is one micro-batch on each side. Equa
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from upguard_plugin.compare.run import Run
-from upguard_plugin.records import FINGERPRINT_PRIME
+from upguard_plugin.records import FINGERPRINT_PRIME, EventKey
 from upguard_plugin.trace.batch import NONE, EventBatch
 
 Place = tuple[int, int]  # data-parallel index, micro-batch as the rank numbers it
 Sample = tuple[tuple[str, int, int], ...]  # (boundary, h, s) of each of its tensors
+MAX_DIGITS = 18  # of a sample's number; a trace may say anything
 Held = Mapping[Place, Sequence[Sample]]
 
 _Node = tuple[int, Place]  # side, place
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSeen:
+    """A sample, or a part of it, as a rank has it."""
+
+    key: EventKey
+    place: Place
+    value: tuple[int, int]  # h and s
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +51,60 @@ class SideUnits:
         return listed[sample] if sample < len(listed) else sample
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Units:
     """The micro-batches of one step, put together for both runs."""
 
-    def __init__(
-        self,
-        baseline: Mapping[int, EventBatch],
-        target: Mapping[int, EventBatch],
-        dp_index: tuple[Mapping[int, int], Mapping[int, int]],
-    ) -> None:
-        """baseline, target: the batches of all ranks. dp_index: of each rank, in both runs."""
-        held = (_held(baseline, dp_index[0]), _held(target, dp_index[1]))
+    baseline: SideUnits
+    target: SideUnits
+    # Units that hold the same batch, in the order of the ranks that hold its parts; and those of
+    # which at least one run needs several places, or has another order.
+    in_line: frozenset[int]
+    joined: frozenset[int]
+    # Whether gradients that add up over micro-batches are sums of the same ones at any time.
+    same_order: bool
+    same_samples: bool
+
+    @classmethod
+    def of(
+        cls, held: tuple[Held, Held], places: tuple[Collection[Place], Collection[Place]]
+    ) -> Units:
+        """held: the samples of both runs. places: all places of both, with samples or without."""
         counts = [Counter(sample for _, _, sample in _in_order(side)) for side in held]
-        self.same_samples = counts[0] == counts[1]
-        self.baseline, self.target = sides = SideUnits(), SideUnits()
+        sides = SideUnits(), SideUnits()
         units = _connected(held)
-        for number, places in enumerate(units):
-            _number_samples(number, places, held, sides)
+        for number, listed in enumerate(units):
+            _number_samples(number, listed, held, sides)
         in_line = [
-            all(_is_in_line(one, side) for one, side in zip(places, sides, strict=True))
-            for places in units
+            all(_is_in_line(one, side) for one, side in zip(listed, sides, strict=True))
+            for listed in units
         ]
-        # Those that hold the same batch, in the order of the ranks that hold its parts; and those
-        # of which at least one run needs several places, or has another order.
-        self.in_line = frozenset(number for number, yes in enumerate(in_line) if yes)
-        self.joined = frozenset(
-            number
-            for number, places in enumerate(units)
-            if not in_line[number] or any(len(one) > 1 for one in places)
+        same_order = _order(sides[0]) == _order(sides[1])
+        for side, all_places in zip(sides, places, strict=True):
+            _number_others(all_places, side, len(units))
+        return cls(
+            *sides,
+            frozenset(number for number, yes in enumerate(in_line) if yes),
+            frozenset(
+                number
+                for number, listed in enumerate(units)
+                if not in_line[number] or any(len(one) > 1 for one in listed)
+            ),
+            same_order,
+            counts[0] == counts[1],
         )
-        # Whether gradients that add up over micro-batches are sums of the same ones at any time.
-        self.same_order = _order(self.baseline) == _order(self.target)
-        _number_others(baseline, dp_index[0], self.baseline, len(units))
-        _number_others(target, dp_index[1], self.target, len(units))
+
+    def is_like(self, other: Units) -> bool:
+        """Whether they put the same micro-batches and samples together."""
+        return (
+            self.sides == other.sides
+            and (self.in_line, self.joined) == (other.in_line, other.joined)
+            and self.same_order == other.same_order
+        )
+
+    @property
+    def sides(self) -> tuple[SideUnits, SideUnits]:
+        return self.baseline, self.target
 
 
 def cut_otherwise(baseline: Run, target: Run) -> bool:
@@ -83,7 +116,7 @@ def cut_otherwise(baseline: Run, target: Run) -> bool:
     first = min(set(steps[0]) & set(steps[1]), default=None)
     if first is None or steps[0][first].digest == steps[1][first].digest:
         return False
-    held = [_held({rank: run.read(rank, first)}, {rank: 0}) for run in (baseline, target)]
+    held = [samples_of(samples_in(run.read(rank, first))) for run in (baseline, target)]
     sizes = [{place: len(samples) for place, samples in side.items()} for side in held]
     counts = [Counter(sample for _, _, sample in _in_order(side)) for side in held]
     return sizes[0] != sizes[1] and counts[0] == counts[1]
@@ -104,20 +137,21 @@ def _is_in_line(places: Sequence[Place], side: SideUnits) -> bool:
     return one_microbatch and positions == list(range(len(positions)))
 
 
-def _held(batches: Mapping[int, EventBatch], dp_index: Mapping[int, int]) -> Held:
-    """The samples of each place. Their parts on several ranks are added up."""
+def is_sample(role: str, slot: str) -> bool:
+    """Whether such events are samples: their slots are numbers, unless a trace says nonsense."""
+    return role == "sample" and slot.isdecimal() and len(slot) <= MAX_DIGITS
+
+
+def samples_of(seen: Iterable[SampleSeen]) -> Held:
+    """The samples of each place. Their parts on several ranks are added up.
+
+    seen: in order of the ranks, of which the first counts where several have a part.
+    """
     parts: dict[Place, dict[int, dict[str, dict[object, tuple[int, int]]]]] = {}
-    for rank in sorted(batches):
-        batch = batches[rank]
-        is_sample = [key.role == "sample" for key in batch.keys]
-        for row, number in enumerate(batch.key.tolist()):
-            if not is_sample[number]:
-                continue
-            key, place = batch.keys[number], (dp_index[rank], int(batch.microbatch[row]))
-            found = parts.setdefault(place, {}).setdefault(int(key.slot), {})
-            pieces = None if key.placement is None else key.placement.pieces
-            value = (int(batch.h[row]), int(batch.s[row]))
-            found.setdefault(key.boundary, {}).setdefault(pieces, value)
+    for one in seen:
+        found = parts.setdefault(one.place, {}).setdefault(int(one.key.slot), {})
+        pieces = None if one.key.placement is None else one.key.placement.pieces
+        found.setdefault(one.key.boundary, {}).setdefault(pieces, one.value)
     return {
         place: [
             tuple((name, *_added(values.values())) for name, values in sorted(samples[i].items()))
@@ -125,6 +159,14 @@ def _held(batches: Mapping[int, EventBatch], dp_index: Mapping[int, int]) -> Hel
         ]
         for place, samples in parts.items()
     }
+
+
+def samples_in(batch: EventBatch) -> Iterator[SampleSeen]:
+    """The samples of one rank, as if it were the only one."""
+    wanted = [number for number, key in enumerate(batch.keys) if is_sample(key.role, key.slot)]
+    for row in np.flatnonzero(np.isin(batch.key, wanted)).tolist():
+        value = int(batch.h[row]), int(batch.s[row])
+        yield SampleSeen(batch.key_of(row), (0, int(batch.microbatch[row])), value)
 
 
 def _added(values: Collection[tuple[int, int]]) -> tuple[int, int]:
@@ -205,12 +247,9 @@ def _number_samples(
             sides[side].positions[place][i] = position
 
 
-def _number_others(
-    batches: Mapping[int, EventBatch], dp_index: Mapping[int, int], side: SideUnits, unused: int
-) -> None:
+def _number_others(places: Collection[Place], side: SideUnits, unused: int) -> None:
     """Places where no sample was seen: outside of micro-batches, or told apart by place alone."""
-    for rank, batch in batches.items():
-        for microbatch in set(batch.microbatch.tolist()):
-            place = (dp_index[rank], microbatch)
-            other = NONE if microbatch == NONE else unused + 1024 * place[0] + microbatch
-            side.number.setdefault(place, other)
+    for place in places:
+        dp, microbatch = place
+        other = NONE if microbatch == NONE else unused + 1024 * dp + microbatch
+        side.number.setdefault(place, other)

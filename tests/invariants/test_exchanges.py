@@ -1,0 +1,112 @@
+"""Collectives and messages: what members call, and what they give and get."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.invariants.memory_checks import TWO, check, first
+from tests.memory_run import MemoryRun, batch, events
+from upguard_plugin.compare.selection import Selection
+from upguard_plugin.invariants.check import check_run
+
+SUMMED = """
+    grad_sync -  input   all_reduce[dp]/0  {}   op=all_reduce_sum moment=launch     group=0,1:0
+    grad_sync -  output  all_reduce[dp]/0  sum  op=all_reduce_sum moment=completion group=0,1:0
+"""
+
+
+def summed(output: float) -> MemoryRun:
+    """Sketches of 1 and 2 go in, that of `output` comes out."""
+    batches = {}
+    for rank in TWO:
+        made = batch(0, events(SUMMED.format(f"x{rank}")))
+        sketch = np.array([[rank + 1.0] * 4, [output] * 4])
+        batches[rank] = [replace(made, sketch=sketch, nonfinite=np.zeros(2, np.int64))]
+    return MemoryRun(batches)
+
+
+def test_a_sum_that_lost_a_rank_is_broken():
+    report = check_run(summed(2.0), Selection())
+
+    assert first(report)[0] == "sums-conserved"
+    rounded = check_run(summed(3.0 * (1 + 2**-23)), Selection())
+    assert (rounded.broken, rounded.checked["sums-conserved"]) == ([], 1)
+
+
+def test_without_sketches_a_sum_is_not_checked():
+    report = check(SUMMED.format("x0"), SUMMED.format("x1"))
+
+    assert report.not_applied["sums-conserved"] == {"no sketch was recorded (sketch: true)": 1}
+
+
+CALLED = (
+    "    grad_sync -  input  all_reduce[dp]/0  {}  op=all_reduce_sum moment=launch group=0,1:{}\n"
+)
+TWICE = CALLED.format("x", 0) + CALLED.format("y", 1)
+LAST = CALLED.format("z", 2)
+OTHER = CALLED.format("y", 1).replace("all_reduce_sum", "all_reduce_avg")
+
+
+@pytest.mark.parametrize(
+    ("others", "ranks", "why"),
+    [
+        ([CALLED.format("x", 0)], [0, 1],
+         "all_reduce sum is number 1 of group dp on rank 0, but rank 1 never called it."),
+        ([CALLED.format("x", 0), OTHER], [0, 1],
+         "Ranks call different operations as number 1 of group dp: all_reduce sum on rank 0, "
+         "all_reduce avg on rank 1."),
+    ],
+)  # fmt: skip
+def test_a_collective_that_a_member_leaves_out_is_broken(others, ranks, why):
+    report = check([TWICE, ""], [*others, ""][:2])
+
+    assert first(report)[:2] == ("collectives-match", 0)
+    assert (report.broken[0].ranks, report.broken[0].explanation) == (ranks, why)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [TWICE, LAST],
+        [CALLED.format("x", 0), CALLED.format("y", 1) + LAST],  # a step later
+        [CALLED.format("x", 0), LAST],  # called, and not recorded
+    ],
+)
+def test_a_collective_that_a_member_calls_later_is_not(others):
+    assert check([TWICE, LAST], others).broken == []
+
+
+def test_a_rank_whose_trace_has_gaps_may_have_called_it():
+    listed = events(CALLED.format("x", 0) + CALLED.format("y", 5) + CALLED.format("y", 1))
+    gap = batch(0, listed)
+    kept = {
+        name: getattr(gap, name)[[0, 2]]
+        for name in ("key", "seq", "microbatch", "call", "h", "s", "producer", "group_seq", "peer",
+                     "pair_seq")
+    }  # fmt: skip
+    run = MemoryRun({0: [batch(0, events(TWICE + LAST))], 1: [replace(gap, **kept)]})
+
+    report = check_run(run, Selection())
+
+    assert report.broken == []
+    assert report.not_applied["collectives-match"] == {"a member of the group was not recorded": 1}
+
+
+SENT = "    forward - input  send[pp]/0 x op=send moment=launch     group=0,1:-1 pair=1:{}\n"
+GOT = "    forward - output recv[pp]/0 x op=recv moment=completion group=0,1:-1 pair=0:{}\n"
+
+
+def test_a_message_that_nobody_receives_is_broken():
+    sent = SENT.format(0) + SENT.format(1)
+    got = GOT.format(0)
+
+    report = check(sent, got)
+    assert first(report)[:2] == ("received-is-sent", 0)
+    assert report.broken[0].explanation == (
+        "Rank 0 sends message 1 of group dp that rank 1 never receives."
+    )
+    late = check([sent, ""], [got, GOT.format(1)])
+    assert (late.broken, late.checked["received-is-sent"]) == ([], 2)
