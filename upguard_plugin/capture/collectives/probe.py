@@ -220,9 +220,14 @@ def _flight_of(launch: Launch, work: Work, made: Sequence[Reserved], on_cpu: boo
     outputs = outputs_of(
         origin,
         ((one.slot, one.memory) for one in made),
-        counts=in_sight and on_cpu and launch.operator in _UNCOUNTED,
+        counts=in_sight and on_cpu and _is_uncounted(launch),
     )
     return Flight(work if in_sight else None, outputs, in_sight, on_cpu)
+
+
+def _is_uncounted(launch: Launch) -> bool:
+    # For an average the backend divides the sum as anybody would, on a thread of its own.
+    return launch.operator in _UNCOUNTED and launch.plan.reduce_op not in ("avg", "premul_sum")
 
 
 def _backend_of(group: ProcessGroup) -> str:
