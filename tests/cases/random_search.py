@@ -141,7 +141,7 @@ def answer(fault: Fault) -> Mapping[str, Any] | None:
         "optimizer": at | _optimizer_answer(fault),
     }  # fmt: skip
     found = named[fault.family]
-    return found if found is None else found | {"kind": fault.family}
+    return found if found is None else {"kind": fault.family} | found
 
 
 def _optimizer_answer(fault: Fault) -> dict[str, Any]:
@@ -162,7 +162,8 @@ def _collective_answer(fault: Fault) -> dict[str, Any]:
             "missing": both | summed | {"target": None},
             "operation": both | summed,
             "result": both | {"boundary": fault.place, "role": "output"},
-            "input": here | summed,
+            # What a collective of forward is given was made in forward, inside of its module.
+            "input": here | summed | {"kind": "forward"},
         }
         return inside | named.get(fault.variant, {})
     axis = {"sp": "tp", "ep": "dp"}.get(fault.layout, fault.layout)

@@ -16,6 +16,7 @@ from tests.cases.random_training import train
 
 SHORT = range(0, 5 * 40, 5)  # every pair of layout and family comes in turn: these go through them
 LONG = range(1000, 1300)
+MISSED = (1235, 1296)  # once: a value that is wrong on its way into a collective of forward
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def search(tmp_path_factory, recordings):
     return run
 
 
-@pytest.mark.parametrize("number", SHORT)
+@pytest.mark.parametrize("number", [*SHORT, *MISSED])
 def test_a_random_fault_is_named_exactly(search, number):
     exact, story = search(number)
     assert exact, story
