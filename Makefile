@@ -2,6 +2,7 @@
 #   make demo    two real trainings on this machine, one with a planted fault, and its name found
 #   make test    the test suite
 #   make cases   public bug reports, planted and found again; writes docs/cases.md
+#                (cases-long: with 300 random faults; cases-peers: asks DebugMode too)
 
 PYTHON ?= python3
 BIN := .venv/bin
