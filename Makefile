@@ -2,6 +2,7 @@
 #   make demo    two real trainings on this machine, one with a planted fault, and its name found
 #   make test    the test suite
 #   make cases   public bug reports, planted and found again; writes docs/cases.md
+#                (cases-long: with 300 random faults; cases-peers: asks DebugMode too)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,7 +14,7 @@ PYTHON_FILES := upguard_plugin integrations launch tests benchmarks examples
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
-.PHONY: demo test test-long cases cases-long lint types clean
+.PHONY: demo test test-long cases cases-long cases-peers lint types clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -30,7 +31,12 @@ cases: .venv/test.stamp
 	$(BIN)/python -m tests.cases.scoreboard docs/cases.md
 
 cases-long: .venv/test.stamp
-	$(BIN)/python -m pytest tests/cases -m "long or not long"
+	mkdir -p build
+	CASES_SEARCH_REPORT=build/search.json $(BIN)/python -m pytest tests/cases -m "long or not long"
+	$(BIN)/python -m tests.cases.scoreboard docs/cases.md --search build/search.json
+
+cases-peers: .venv/test.stamp
+	$(BIN)/python -m tests.cases.scoreboard docs/cases.md --peers
 
 lint: .venv/test.stamp
 	$(BIN)/ruff format --check $(PYTHON_FILES)

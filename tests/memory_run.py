@@ -8,7 +8,8 @@
 
 Columns: phase, micro-batch, role, boundary/slot#call, value (equal text: equal fingerprint), then
 in any order an operator or class, dtype, shape, `group=RANKS:SEQ`, `op=`, `moment=`,
-`pair=PEER:SEQ`, `by=ROW` (the row that wrote the storage last), `at=SPEC` (placement), `dtype=`.
+`pair=PEER:SEQ`, `by=ROW` (the row that wrote the storage last), `at=SPEC` (placement), `dtype=`,
+`holds=NAME` (a flat buffer that is all that tensor's).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from upguard_plugin.records import EventKey, Group, Layout, Placement
+from upguard_plugin.records import EventKey, Group, Layout, Placement, Stretch
 from upguard_plugin.trace.batch import NONE, EventBatch, RankEnd, StepEntry
 from upguard_plugin.trace.manifest import Manifest, write_manifest
 from upguard_plugin.trace.run_directory import claim_run_directory, run_id_of
@@ -73,6 +74,8 @@ def event(line: str) -> Event:
             columns["dtype"] = text
         elif name == "at":
             columns["placement"] = Placement(text, columns["shape"], ())
+        elif name == "holds":
+            columns["holds"] = (Stretch(0, 32, text),)
         elif name in ("op", "moment"):
             columns[name] = text.replace("_sum", " sum").replace("_avg", " avg")
         else:
@@ -164,6 +167,9 @@ class MemoryRun:
 
     def end(self, rank):
         return self._ends.get(rank, RankEnd(True))
+
+    def has_tensors(self, rank, name):
+        return False
 
 
 def _digest(b: EventBatch) -> bytes:

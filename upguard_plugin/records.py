@@ -151,6 +151,16 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Stretch:
+    """Elements of a flat buffer that are elements of a named tensor, in order."""
+
+    start: int  # in the buffer
+    stop: int
+    name: str  # "head.weight.grad"
+    offset: int = 0  # element of that tensor which lies at `start`
+
+
+@dataclass(frozen=True, slots=True)
 class EventKey:
     """What an event is, without what changes from step to step. Interned by the recorder."""
 
@@ -166,6 +176,7 @@ class EventKey:
     group: Group | None = None  # of a collective
     op: str | None = None  # of a collective: "all_reduce sum", "all_gather", "send"
     source: Source | None = None
+    holds: tuple[Stretch, ...] = ()  # whose elements lie in a flat buffer, as far as is known
 
 
 @dataclass(frozen=True, slots=True)

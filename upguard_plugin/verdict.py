@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from upguard_plugin.errors import EXIT_DIVERGENT, EXIT_IDENTICAL, EXIT_INCOMPARABLE
-from upguard_plugin.records import Layout
+from upguard_plugin.records import Layout, Stretch
 
 Word = Literal["identical", "divergent", "incomparable"]
 Kind = Literal[
@@ -71,6 +71,19 @@ class RunSide(Model):
         return cls(path=str(path), run_id=run_id, layout=sizes)
 
 
+class Held(Model):
+    """Elements of a flat buffer that are elements of a named tensor, in order."""
+
+    start: int = Field(description="in the buffer")
+    stop: int
+    name: str
+    offset: int = Field(description="element of that tensor which lies at `start`")
+
+    @classmethod
+    def of(cls, stretch: Stretch) -> Held:
+        return cls(start=stretch.start, stop=stretch.stop, name=stretch.name, offset=stretch.offset)
+
+
 class TensorSide(Model):
     """A tensor as one run saw it."""
 
@@ -78,6 +91,9 @@ class TensorSide(Model):
     shape: list[int] = Field(description="of the rank's tensor")
     fingerprint: str = Field(description="16 hexadecimal digits")
     value: float | None = Field(default=None, description="of a scalar, where it was kept")
+    holds: list[Held] = Field(
+        default_factory=list, description="of a collective's flat buffer, as far as is known"
+    )
 
 
 class EventRef(Model):
@@ -108,6 +124,9 @@ class Distance(Model):
     relative_l2: float
     in_eps: float | None = Field(description="relative_l2 in epsilons of the dtype")
     estimated: bool
+    factor: float | None = Field(
+        default=None, description="the target is so many times the baseline, and nothing else"
+    )
 
 
 class SourceRef(Model):
@@ -127,6 +146,32 @@ class Change(Model):
     baseline: list[EventRef] = Field(description="results of operators, in program order")
     target: list[EventRef]
     reached: EventRef = Field(description="the first event of both runs that differs")
+
+
+class Specials(Model):
+    """How many elements of a tensor are no ordinary number."""
+
+    nan: int
+    infinite: int
+    negative_zero: int
+
+
+class ElementDiff(Model):
+    """How two tensors of one dtype and shape differ, element by element."""
+
+    differing: int
+    total: int
+    pattern: str  # "one element", "row 3", "every 4th element from 1 to 61", ...
+    first: list[list[int]]  # the first places that differ
+    max_abs: float | None  # largest difference; None where no pair of finite numbers differs
+    max_rel: float | None  # the same by the larger magnitude of the two
+    ulps: dict[str, int]  # units of the last place ("1", "2", "3-4", ...) and how many
+    baseline: Specials
+    target: Specials
+    of: list[Held] = Field(
+        default_factory=list,
+        description="of a flat buffer: whose elements differ, each from the first to the last",
+    )
 
 
 class Divergence(Model):
@@ -149,6 +194,9 @@ class Divergence(Model):
     baseline: TensorSide | None = Field(description="null: the baseline has no such event")
     target: TensorSide | None = Field(description="null: the target has no such event")
     distance: Distance | None
+    elements: ElementDiff | None = Field(
+        default=None, description="element by element, where both runs kept the tensor whole"
+    )
     producer: EventRef | None = Field(description="the event that wrote this storage last")
     source: SourceRef | None
     change: Change | None = Field(
@@ -292,28 +340,6 @@ class SeenEvent(Model):
     group: GroupRef | None
     op: str | None
     source: SourceRef | None
-
-
-class Specials(Model):
-    """How many elements of a tensor are no ordinary number."""
-
-    nan: int
-    infinite: int
-    negative_zero: int
-
-
-class ElementDiff(Model):
-    """How two tensors of one dtype and shape differ, element by element."""
-
-    differing: int
-    total: int
-    pattern: str  # "one element", "row 3", "every 4th element from 1 to 61", ...
-    first: list[list[int]]  # the first places that differ
-    max_abs: float | None  # largest difference; None where no pair of finite numbers differs
-    max_rel: float | None  # the same by the larger magnitude of the two
-    ulps: dict[str, int]  # units of the last place ("1", "2", "3-4", ...) and how many
-    baseline: Specials
-    target: Specials
 
 
 class SeenDiff(Model):

@@ -39,7 +39,7 @@ CASE = Case(
     train=train,
     num_ranks=2,
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
         "boundary": "all_reduce[tp] ln_f.weight.grad", "role": "input", "target": None,
     },
     broken={
@@ -50,4 +50,6 @@ CASE = Case(
         "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
         "boundary": "ln_f.weight", "role": "grad",
     },
+    also={"concurrent": []},
+    equal=(("--steps", "0", "--modules", "embed.*,pos.*,blocks.*,head.*"),),
 )  # fmt: skip

@@ -65,6 +65,8 @@ CASE = Case(
     baseline_ranks=1,
     answer={
         "step": 0, "microbatch": 0, "phase": "loss", "kind": "forward", "ranks": [0],
-        "boundary": "loss", "role": "scalar",
+        "boundary": "loss", "role": "scalar", "baseline": {"shape": []},
     },
+    also={"concurrent": []},
+    equal=(("--steps", "0", "--modules", "model1", "--roles", "output"),),  # losses of the tokens
 )  # fmt: skip

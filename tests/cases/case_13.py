@@ -42,5 +42,8 @@ CASE = Case(
     answer={
         "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
         "boundary": "all_reduce[world] head.weight.grad", "role": "input", "moment": "launch",
+        "operator": "c10d.allreduce_", "distance": {"factor": 2.0},
     },
+    settings={"sketch": True},
+    also={"concurrent": []},
 )  # fmt: skip

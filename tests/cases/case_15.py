@@ -75,4 +75,9 @@ CASE = Case(
         "step": 2, "phase": "start", "microbatch": None, "kind": "optimizer", "ranks": [0],
         "boundary": "moe.experts.0.w1.weight", "role": "optimizer_state", "slot": "exp_avg",
     },
+    equal=(
+        ("--steps", "0-1"),
+        ("--steps", "2", "--roles", "input,output,grad,grad_input,grad_output"),
+        ("--steps", "2", "--modules", "dense.*,moe.gate*"),
+    ),
 )  # fmt: skip

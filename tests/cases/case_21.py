@@ -49,4 +49,5 @@ CASE = Case(
         "invariant": "recompute-repeats", "step": 0, "microbatch": 0, "phase": "recompute",
         "ranks": [0], "boundary": "blocks.1.drop",
     },
+    equal=(("--steps", "0", "--modules", "head.weight", "--roles", "grad"),),
 )  # fmt: skip

@@ -86,4 +86,6 @@ CASE = Case(
         "invariant": "streams-differ", "step": RESUMED_STEP, "phase": "start", "ranks": [0, 1],
         "boundary": "rng.moe.gate.expert", "role": "rng",
     },
+    also={"concurrent": []},
+    then={"phase": "forward", "boundary": "moe.gate", "role": "output"},
 )  # fmt: skip

@@ -127,4 +127,5 @@ CASE = Case(
         "step": 0, "microbatch": 0, "phase": "loss", "kind": "forward", "ranks": [0, 1],
         "boundary": "loss.denominator", "role": "output",
     },
+    also={"concurrent": []},
 )  # fmt: skip

@@ -55,11 +55,12 @@ CASE = Case(
     train=train,
     num_ranks=2,
     answer={
-        "step": 0, "phase": "accumulate", "kind": "collective", "ranks": [0, 1],
+        "step": 0, "microbatch": None, "phase": "accumulate", "kind": "collective", "ranks": [0, 1],
         "boundary": "moe.gate.weight", "role": "grad",
     },
     broken={
         "invariant": "replicas-agree", "step": 0, "phase": "grad_sync", "ranks": [0, 1],
         "boundary": "moe.gate.weight", "role": "grad",
     },
+    also={"concurrent": []},
 )  # fmt: skip

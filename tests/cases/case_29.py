@@ -75,4 +75,6 @@ CASE = Case(
         "step": 0, "microbatch": 0, "phase": "forward", "kind": "forward", "ranks": [0, 1],
         "boundary": "moe.experts.2", "role": "output",
     },
+    also={"concurrent": []},
+    equal=(("--steps", "0", "--modules", "moe.experts.[013]", "--roles", "output"),),
 )  # fmt: skip

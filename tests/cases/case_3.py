@@ -58,8 +58,10 @@ def update_own_shard(weights: Tensor, grads: Tensor, group: dist.ProcessGroup) -
 
 
 def train(variant: str, config: Mapping[str, Any]) -> None:
-    rank = dist.get_rank()
+    rank, faulty = dist.get_rank(), variant.startswith("target")
     mesh = Mesh(dp=2, pp=2)
+    # Told to be tied, both copies have the name of the first.
+    tie = {"tied": [["embed.weight", "head.weight"]]} if variant.endswith("checked") else {}
     replicas, ends = mesh.group("dp"), mesh.group("pp")
     model = First() if rank < 2 else Last()
     tied = model.embed.weight if rank < 2 else model.head.weight
@@ -69,15 +71,13 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
     for parameter, (weight, grad) in zip(in_order, parts, strict=True):
         weight.copy_(parameter.data)
         parameter.data, parameter.grad = weight, grad
-    with upguard_plugin.enable(
-        model, None, config, layout=mesh.layout, tied=[["embed.weight", "head.weight"]]
-    ) as guard:
+    with upguard_plugin.enable(model, None, config, layout=mesh.layout, **tie) as guard:
         for tokens, weights in exact_batches(num=1, seed=rank % 2):
             run_microbatch(model, tokens, weights, mesh)
-            if variant == "target":
+            if faulty:
                 scatter_in_place(grads_of, replicas)
             dist.all_reduce(tied.grad, group=ends)
-            if variant != "target":
+            if not faulty:
                 scatter_in_place(grads_of, replicas)
             update_own_shard(weights_of, grads_of, replicas)
             guard.step()
@@ -89,11 +89,23 @@ CASE = Case(
     symptom="wrong gradient of a tied embedding with the distributed optimizer and pipelines",
     train=train,
     num_ranks=4,
-    # The two copies have one name; on each rank the exchange is another one.
+    # The two stages do not wait for each other: neither is first.
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1, 2, 3],
-        "boundary": "all_reduce[pp] embed.weight.grad", "role": "input", "moment": "launch",
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [2, 3],
+        "boundary": "all_reduce[pp] head.weight.grad", "operator": "c10d.allreduce_",
+        "role": "input", "moment": "launch",
     },
-    also={"concurrent": []},
-    broken={"invariant": "tied-agree", "step": 0, "boundary": "embed.weight", "role": "param"},
+    also={
+        "concurrent": [
+            {
+                "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
+                "boundary": "all_reduce[pp] embed.weight.grad",
+            },
+        ],
+    },
+    checked_with_more=True,
+    broken={
+        "invariant": "tied-agree", "step": 0, "boundary": "embed.weight", "role": "param",
+        "ranks": [0, 2],
+    },
 )  # fmt: skip

@@ -81,4 +81,13 @@ CASE = Case(
         "step": 1, "microbatch": 0, "phase": "forward", "kind": "collective", "ranks": [0, 1],
         "boundary": "blocks.1.mlp.fc1.weight", "role": "param",
     },
+    settings={"dump": {"boundary": "blocks.1.mlp.fc1.weight", "steps": "1"}},
+    also={
+        "concurrent": [],
+        "per_rank": [  # what the other rank owns is stale
+            {"ranks": [0], "elements": {"pattern": "the tail, from row 32 on"}},
+            {"ranks": [1], "elements": {"pattern": "rows 0-31"}},
+        ],
+    },
+    equal=(("--steps", "0"),),
 )  # fmt: skip

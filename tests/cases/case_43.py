@@ -56,12 +56,15 @@ CASE = Case(
     train=train,
     num_ranks=2,
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0],
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [0],
         "boundary": "moe.experts.0.w1.weight", "role": "grad", "inputs_equal": True,
+        "distance": {"factor": 2.0},
     },
+    settings={"sketch": True},
     also={"concurrent": [{"boundary": "moe.experts.2.w1.weight", "ranks": [1]}]},
     whole={
         "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0],
         "boundary": "moe.experts.0.w1.weight", "role": "grad",
     },
+    equal=(("--steps", "0", "--modules", "moe.gate.weight"),),
 )  # fmt: skip

@@ -68,14 +68,20 @@ CASE = Case(
     symptom="an averaging reduction leaves the last 8 elements at zero",
     train=train,
     num_ranks=2,
+    level="op",
+    settings={"dump": {"boundary": "reduce_scatter*"}},
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [1],
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [1],
         "operator": "c10d._reduce_scatter_base_", "role": "output", "inputs_equal": True,
         "boundary": "reduce_scatter[ranks 1]", "moment": "completion", "call": 0,
+        "elements": {
+            "differing": 8, "total": 520, "pattern": "the tail, from element 512 on",
+            "of": [{"start": 512, "stop": 520, "name": "embed.weight.grad", "offset": 504}],
+        },
     },
+    also={"concurrent": []},
     broken={
         "invariant": "alone-unchanged", "step": 0, "phase": "grad_sync", "ranks": [1],
         "boundary": "reduce_scatter[ranks 1]",
     },
-    waits="the elements, and whose they are: a flat buffer of a loop's own has no name",
 )  # fmt: skip

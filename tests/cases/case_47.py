@@ -57,6 +57,8 @@ CASE = Case(
     answer={
         "step": FLIPPED_STEP, "microbatch": 0, "phase": "forward", "kind": "nondeterminism",
         "ranks": [1], "boundary": "blocks.1.mlp.fc1", "role": "output", "inputs_equal": True,
+        "elements": {"differing": 1, "pattern": "one element"},
     },
+    settings={"dump": {"boundary": "blocks.1.mlp.fc1", "steps": str(FLIPPED_STEP)}},
     also={"concurrent": []},
 )  # fmt: skip

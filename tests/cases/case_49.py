@@ -64,4 +64,5 @@ CASE = Case(
         "target": {"dtype": "float32"},
     },
     also={"concurrent": []},
+    then={"phase": "forward", "boundary": "rotary", "role": "output"},
 )  # fmt: skip

@@ -68,9 +68,18 @@ CASE = Case(
     symptom="with overlapped reduction the gradient norm differs",
     train=train,
     num_ranks=2,
+    level="op",
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1], "call": 0,
-        "boundary": "all_reduce[world]", "role": "input", "moment": "launch",
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
+        "call": 0, "boundary": "all_reduce[world]", "role": "input", "moment": "launch",
+        "operator": "c10d.allreduce_",
+        "baseline": {"holds": [{"start": 0, "stop": 512, "name": "head.weight.grad"}]},
+        "target": {
+            "holds": [{"start": 0, "stop": 1024, "name": "blocks.1.mlp.fc2.weight.grad"}],
+        },
+        "explanation": "The all_reduce sum: input 0 of all_reduce[world] differs at launch: its "
+        "buffer holds head.weight.grad in the baseline, and was overwritten by "
+        "blocks.1.mlp.fc2.weight.grad in the target.",
     },
-    waits="which gradients the buffer holds: a flat buffer of a loop's own has no name",
+    also={"concurrent": []},
 )  # fmt: skip

@@ -40,4 +40,5 @@ CASE = Case(
         "boundary": "optimizer.group0.lr", "role": "scalar",
     },
     also={"concurrent": []},
+    equal=(("--steps", "0"), ("--steps", "1", "--roles", "grad,grad_input,grad_output")),
 )  # fmt: skip

@@ -59,4 +59,8 @@ CASE = Case(
         "boundary": "embed.weight", "role": "param", "inputs_equal": True,
     },
     also={"concurrent": []},
+    equal=(
+        ("--steps", "0", "--roles", "optimizer_state"),
+        ("--steps", "0", "--roles", "param", "--modules", "*.ln?,ln_f,*.bias"),
+    ),
 )  # fmt: skip

@@ -39,4 +39,12 @@ CASE = Case(
         "step": 0, "microbatch": 1, "phase": "accumulate", "kind": "backward", "ranks": [1],
         "boundary": "head.weight", "role": "grad", "moment": "before",
     },
+    also={
+        "concurrent": [],
+        "per_rank": [
+            {"ranks": [0], "boundary": "blocks.0.mlp.fc2.weight", "role": "grad", "microbatch": 1},
+            {"ranks": [1], "boundary": "head.weight", "role": "grad", "microbatch": 1},
+        ],
+    },
+    equal=(("--steps", "0", "--roles", "input,output,grad_input,grad_output"),),
 )  # fmt: skip

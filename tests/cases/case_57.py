@@ -44,7 +44,8 @@ CASE = Case(
     num_ranks=2,
     # The twin is the second pair of the report: the same values, coalesced.
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1],
         "boundary": "embed.weight", "role": "grad",
     },
+    also={"concurrent": []},
 )  # fmt: skip

@@ -12,10 +12,10 @@ from torch import Tensor
 import upguard_plugin
 from tests.cases.case import Case
 from tests.tx.mesh import Mesh
-from tests.tx.model import Attention, Core, ExactGPT
+from tests.tx.model import HIDDEN, Attention, Core, ExactGPT
 from tests.tx.training import exact_batches, share_of, weighted_sum
 
-POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])  # two packed sequences, of 3 and 5 tokens
+POSITIONS = torch.cat([torch.arange(5), torch.arange(11)])  # two packed sequences
 
 
 def local_bounds(positions: Tensor, faulty: bool) -> Tensor:
@@ -52,12 +52,13 @@ class PackedAttention(Attention):
 def train(variant: str, config: Mapping[str, Any]) -> None:
     mesh = Mesh(cp=2)
     model = ExactGPT(mesh)
+    model.pos = torch.nn.Embedding(len(POSITIONS), HIDDEN, dtype=torch.float64)
     for block in model.blocks.values():
         block.attn = PackedAttention(mesh, block.attn, faulty=variant == "target")
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8)
     positions = mesh.part(POSITIONS, 0, "cp")
     with upguard_plugin.enable(model, optimizer, config) as guard:
-        for batch in exact_batches(num=1):
+        for batch in exact_batches(num=1, length=len(POSITIONS)):
             guard.microbatch(0)
             guard.data("position_ids", positions[None])
             [(tokens, weights)] = share_of(batch, mesh, 1)
@@ -77,5 +78,7 @@ CASE = Case(
     answer={
         "step": 0, "microbatch": 0, "phase": "forward", "kind": "forward", "ranks": [1],
         "boundary": "blocks.0.attn.core", "role": "input", "slot": "kwargs.cu_seqlens",
+        "baseline": {"dtype": "int32"},
     },
+    also={"concurrent": []},
 )  # fmt: skip

@@ -33,4 +33,10 @@ CASE = Case(
     symptom="logged loss doubles in the first iterations after resume",
     train=train,
     answer=None,
+    also={
+        "notes": [
+            "program: 'baseline' against 'target'",
+            "not used: logged loss differs from step 1 on (rank 0), and nothing behind it does",
+        ],
+    },
 )

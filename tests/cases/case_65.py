@@ -34,8 +34,11 @@ CASE = Case(
     train=train,
     num_ranks=4,
     answer={
-        "step": 0, "phase": "grad_sync", "kind": "collective", "ranks": [0, 1, 2, 3], "call": 0,
-        "boundary": "all_reduce[world]", "operator": "c10d.allreduce_", "role": "input",
+        "step": 0, "microbatch": None, "phase": "grad_sync", "kind": "collective",
+        "ranks": [0, 1, 2, 3],
+        "call": 0, "boundary": "all_reduce[world]", "operator": "c10d.allreduce_", "role": "input",
         "baseline": {"dtype": "float32"}, "target": {"dtype": "bfloat16"},
     },
+    also={"concurrent": []},
+    breaks_nothing=True,
 )  # fmt: skip

@@ -70,7 +70,10 @@ CASE = Case(
     answer={
         "step": 0, "microbatch": 0, "phase": "backward", "kind": "collective", "ranks": [0, 1],
         "boundary": "blocks.1.mlp.enter", "role": "grad_input", "inputs_equal": True,
+        "explanation": "The grad_input args.0 of blocks.1.mlp.enter differs with equal inputs: "
+        "the result of the collective in its call is unused.",
     },
+    also={"concurrent": []},
     broken={
         "invariant": "replicas-agree", "step": 0, "microbatch": 0, "phase": "backward",
         "boundary": "blocks.1.mlp.enter", "role": "grad_input", "ranks": [0, 1],

@@ -59,4 +59,5 @@ CASE = Case(
         "invariant": "replicas-agree", "step": 0, "phase": "grad_sync", "ranks": [0, 1],
         "boundary": "branch.a.weight", "role": "grad",
     },
+    equal=(("--steps", "0", "--modules", "branch.b.weight"),),
 )  # fmt: skip

@@ -32,14 +32,13 @@ class Recordings:
             self.on_ranks(case.ranks_of(variant), train_one, case.module, variant, str(output))
         return output
 
-    def on_ranks(self, num_ranks: int, function: Callable[..., None], *args: Any) -> None:
-        """Call a function of some module on each rank of a job."""
+    def on_ranks(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What a function of some module returns on each rank of a job."""
         if num_ranks == 1:
-            function(*args)
-            return
+            return [function(*args)]
         if num_ranks not in self._jobs:
             self._jobs[num_ranks] = Ranks(num_ranks)
-        self._jobs[num_ranks].run(function, *args)
+        return self._jobs[num_ranks].run(function, *args)
 
     def close(self) -> None:
         while self._jobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases.case import Case, check_of, first_is, grade, grade_check, verdict_of
+from tests.cases.case import Case, all_equal, check_of, first_is, grade, grade_check, verdict_of
 from tests.cases.recordings import all_cases, all_siblings
 
 CASES = [*all_cases(), *all_siblings()]
@@ -41,9 +41,17 @@ def test_the_fault_is_named_against_one_rank_too_and_the_twin_is_silent(case, re
     assert verdict_of(whole, twin, "--exact")["verdict"] == "identical"
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.broken], ids=name_of)
-def test_the_target_alone_breaks_an_invariant_and_the_twin_none(case, recordings):
-    target, twin = check_of(recordings.of(case, "target")), check_of(recordings.of(case, "twin"))
+@pytest.mark.parametrize("case", [case for case in CASES if case.equal], ids=name_of)
+def test_what_the_fault_leaves_alone_is_equal(case, recordings):
+    assert all_equal(case, recordings.of(case, "baseline"), recordings.of(case, "target"))
+
+
+CHECKED = [case for case in CASES if case.broken or case.breaks_nothing]
+
+
+@pytest.mark.parametrize("case", CHECKED, ids=name_of)
+def test_the_target_alone_breaks_what_the_answer_says_and_the_twin_nothing(case, recordings):
+    target, twin = (check_of(recordings.of(case, case.checked(v))) for v in ("target", "twin"))
 
     assert all(grade_check(case, target).values()), target["broken"]
     assert twin["broken"] == []

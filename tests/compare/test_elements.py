@@ -8,6 +8,7 @@ import pytest
 from upguard_plugin.compare.dumped import EventName
 from upguard_plugin.compare.elements import compare_elements, pattern_of
 from upguard_plugin.errors import UsageError
+from upguard_plugin.records import Stretch
 
 
 def mask(shape, *places):
@@ -86,3 +87,17 @@ def test_an_event_is_named_by_words_and_numbers():
     )
     with pytest.raises(UsageError, match="no number behind 'step'"):
         EventName.parse("forward step one")
+
+
+def test_the_elements_of_a_flat_buffer_have_owners():
+    baseline = np.zeros(10, np.float32)
+    target = baseline.copy()
+    target[[2, 5, 7]] = 1
+    holds = [Stretch(0, 4, "a"), Stretch(4, 9, "b", 20), Stretch(9, 10, "c")]
+
+    found = compare_elements(baseline, target, "float32", (10,), holds)
+
+    assert [(one.name, one.start, one.stop, one.offset) for one in found.of] == [
+        ("a", 2, 3, 2),
+        ("b", 5, 8, 21),
+    ]

@@ -113,3 +113,23 @@ def test_a_missing_boundary_spreads_from_where_it_is_missing():
 
     assert (verdict.first_divergence.boundary, verdict.first_divergence.target) == ("w", None)
     assert places(verdict.spread[0]) == ["w grad", "w param"]
+
+
+def test_what_was_only_multiplied_has_a_factor():
+    times = {"a": (1.0, 3.0), "a'": (2.0, 6.0), "b'": (-0.5, -1.5), "c'": (2.0, 6.5)}
+
+    def scaled(value: str, name: str) -> MemoryRun:
+        listed = events(f"loss 0 output loss/out {value}")
+        return MemoryRun({0: [replace(batch(0, listed), sketch=np.array([times[value]]))]}, name)
+
+    found = {
+        value: compare_runs(scaled("a", "baseline"), scaled(value, "target")).first_divergence
+        for value in ("a'", "b'", "c'")
+    }
+
+    assert {value: one.distance.factor for value, one in found.items()} == {
+        "a'": 2.0, "b'": -0.5, "c'": None,
+    }  # fmt: skip
+    assert found["a'"].explanation.startswith(
+        "The output out of loss is 2 times the baseline's although"
+    )

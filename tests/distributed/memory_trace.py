@@ -13,7 +13,7 @@ import torch.distributed as dist
 from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.recorder import Recorder
 from upguard_plugin.fingerprint.queue import FingerprintQueue
-from upguard_plugin.records import Placement
+from upguard_plugin.records import Placement, Stretch
 from upguard_plugin.trace.batch import NONE, EventBatch
 
 
@@ -41,6 +41,7 @@ class Row:
     s: int
     placement: Placement | None = field(default=None, repr=False)
     source: str | None = None  # the file's name
+    holds: tuple[Stretch, ...] = field(default=(), repr=False)
 
 
 class MemoryWriter:
@@ -93,6 +94,7 @@ def _row(batch: EventBatch, i: int) -> Row:
         s=int(batch.s[i]),
         placement=key.placement,
         source=None if key.source is None else key.source.file.rsplit("/", 1)[-1],
+        holds=key.holds,
     )
 
 

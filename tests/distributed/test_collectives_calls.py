@@ -13,6 +13,7 @@ from ranks import Ranks
 from upguard_plugin.capture.collectives import CollectiveProbe
 from upguard_plugin.capture.collectives.owners import ParameterOwner
 from upguard_plugin.errors import UsageError
+from upguard_plugin.records import Stretch
 
 
 class Unequal:
@@ -98,6 +99,38 @@ def test_a_boundary_names_its_group_and_what_is_in_the_buffer(two_ranks: Ranks) 
             ("broadcast[world] fc.weight", "backward", "test_collectives_calls.py"),
             ("all_reduce[dp]", "grad_sync", "test_collectives_calls.py"),
         ]
+
+
+def holdings() -> list[tuple[str, str, tuple[Stretch, ...]]]:
+    flat = torch.arange(6.0)
+    weight, bias = (torch.nn.Parameter(torch.zeros(n)) for n in (4, 2))
+    weight.grad, bias.grad = flat[:4], flat[4:]
+    owner = ParameterOwner({"weight": weight, "bias": bias})
+    with record_collectives(owners=[owner]) as trace:
+        trace.probe.holders.append(owner.stretches_in)
+        out = torch.empty(3)
+        dist.all_reduce(flat)
+        dist.reduce_scatter_tensor(out, flat)
+        dist.all_reduce(weight.grad)  # has a name
+        dist.all_reduce(torch.ones(6))  # is nobody's
+        dist.broadcast(flat, 0)  # nothing is summed
+    return [(row.boundary, row.role, row.holds) for row in trace.rows]
+
+
+def test_a_flat_buffer_of_gradients_holds_their_names(two_ranks: Ranks) -> None:
+    whole = (Stretch(0, 4, "weight.grad"), Stretch(4, 6, "bias.grad"))
+    halves = (
+        (Stretch(0, 3, "weight.grad"),),
+        (Stretch(0, 1, "weight.grad", 3), Stretch(1, 3, "bias.grad")),
+    )
+    for rank, rows in enumerate(two_ranks.run(holdings)):
+        held = {(boundary, role): holds for boundary, role, holds in rows if holds}
+        assert held == {
+            ("all_reduce[world]", "input"): whole,
+            ("all_reduce[world]", "output"): whole,
+            ("reduce_scatter[world]", "input"): whole,
+            ("reduce_scatter[world]", "output"): halves[rank],
+        }
 
 
 def deprecated() -> list[str | None]:

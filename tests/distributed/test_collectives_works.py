@@ -11,6 +11,8 @@ import torch.distributed as dist
 from memory_trace import Row, hash_of, pick, record_collectives, store
 from ranks import Ranks
 
+from upguard_plugin.capture.collectives.under_way import _is_completed as torch_is_completed
+
 
 def overwritten_input(key: str, overwrite: bool) -> list[Row]:
     """Rank 0 may write to its input while rank 1 has not joined yet."""
@@ -162,3 +164,18 @@ def many() -> int:
 
 def test_hundreds_of_collectives_in_a_row_do_not_hang(two_ranks: Ranks) -> None:
     assert two_ranks.run(many) == [1201, 1201]
+
+
+def averaged_and_over() -> list[tuple[str, str | None]]:
+    """A backend divides for an average on a thread of its own, which counts as a write."""
+    tensor = torch.ones(4)
+    with record_collectives() as trace:
+        work = dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True)
+        while not torch_is_completed(work):
+            pass
+        work.wait()
+    return [(row.role, row.moment) for row in trace.rows]
+
+
+def test_an_average_that_is_over_before_the_wait_was_used_by_nobody(two_ranks: Ranks) -> None:
+    assert two_ranks.run(averaged_and_over) == [[("input", "launch"), ("output", "completion")]] * 2

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from upguard_plugin.capture.contents import name_whole
 from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.capture.snapshot import Snapshot, readable
@@ -184,6 +185,8 @@ class GradientProbe:
             microbatch=self._microbatch(),
             placement=self._partial_placement(name, role, tensor),
         )  # fmt: skip
+        if self.recorder.storages is not None:
+            name_whole(self.recorder.storages, tensor, f"{name}.{role}")
 
     def _partial_placement(self, name: str, role: str, tensor: Tensor) -> Placement | None:
         """The placement of a gradient that the ranks have not summed yet."""

@@ -106,8 +106,9 @@ class Guard:
         atexit.register(self._close_at_exit)
 
     def _collective_probe(self) -> CollectiveProbe:
-        owners = [ParameterOwner({**self.names.parameters, **self.names.buffers})]
-        probe = CollectiveProbe(self.recorder, owners=owners)
+        owner = ParameterOwner({**self.names.parameters, **self.names.buffers})
+        probe = CollectiveProbe(self.recorder, owners=[owner])
+        probe.holders.append(owner.stretches_in)
         # Dense axes last: an expert axis with the same ranks does not take their name.
         for axis in sorted(self.layout.axes, key=lambda axis: axis.mesh, reverse=True):
             if axis.size > 1:

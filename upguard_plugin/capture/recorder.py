@@ -22,7 +22,7 @@ from upguard_plugin.capture.storages import Storage, extent_of
 from upguard_plugin.capture.tensors import as_bytes
 from upguard_plugin.capture.writing import Writer
 from upguard_plugin.errors import UnsupportedTensorError
-from upguard_plugin.records import Group, Placement, Source
+from upguard_plugin.records import Group, Placement, Source, Stretch
 from upguard_plugin.trace.batch import NONE
 
 __all__ = ["Recorder", "Ticket", "Wire", "Writer"]
@@ -51,6 +51,7 @@ class Recorder(Recording):
         producer: int = NONE,
         value: float | None = None,
         same_as: int = NONE,
+        holds: tuple[Stretch, ...] = (),
     ) -> int:
         """Take the fingerprint of `tensor` now and add its event; returns the event's seq.
 
@@ -64,7 +65,7 @@ class Recorder(Recording):
             return NONE
         parts = (
             boundary, phase, role, slot, tensor.dtype, tensor.shape,
-            operator, moment, placement, group, op, source,
+            operator, moment, placement, group, op, source, holds,
         )  # fmt: skip
         with self._lock:
             seq = self.record_as(
@@ -136,6 +137,7 @@ class Recorder(Recording):
         op: str | None = None,
         wire: Wire | None = None,
         source: Source | None = None,
+        holds: tuple[Stretch, ...] = (),
     ) -> Ticket | None:
         """Add the event of a tensor whose contents are not valid yet; they are not read.
 
@@ -147,7 +149,7 @@ class Recorder(Recording):
             return None
         parts = (
             boundary, phase, role, slot, tensor.dtype, tensor.shape,
-            operator, moment, placement, group, op, source,
+            operator, moment, placement, group, op, source, holds,
         )  # fmt: skip
         with self._lock:
             taken = self._queue.put_words(0)

@@ -48,7 +48,7 @@ class Rows:
         """The number of a key; its parts are the fields of `EventKey`, dtype and shape torch's."""
         # Placements, groups and sources are slow to hash for every event; the key table keeps each
         # of them alive, so its id stays its own.
-        identity = (*parts[:8], id(parts[8]), id(parts[9]), parts[10], id(parts[11]))
+        identity = (*parts[:8], id(parts[8]), id(parts[9]), parts[10], id(parts[11]), *parts[12:])
         key = self._ids.get(identity)
         if key is None:
             boundary, phase, role, slot, dtype, shape, *rest = parts

@@ -25,6 +25,17 @@ MAX_EXTENTS = 1024  # of one storage whose writers are remembered; the oldest ar
 Extent = tuple[int, int]  # first and last byte that a tensor reaches in its storage
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of a storage whose elements are those of a named tensor, in order."""
+
+    first: int
+    stop: int
+    name: str
+    offset: int  # element of that tensor at the first byte
+    element_size: int
+
+
 @dataclass(slots=True, eq=False)
 class Storage:
     """What is known of one storage since its last write.
@@ -50,6 +61,7 @@ class Storage:
     _writers: dict[Extent, int] | None = None  # all of them, once there is another
     _blank: Sequence[Extent] = ()  # bytes that nobody has written yet
     _filled: int = 0  # bytes that strided writes put among the blank ones
+    holds: Sequence[Held] = ()  # whose elements its bytes are; kept by contents.py
 
     def slot_of(self, view: Hashable) -> int:
         """The slot of the hash of its bytes, looked at like this; NONE if none is known."""
@@ -104,8 +116,23 @@ class Storage:
     def make_blank(self) -> None:
         """Its bytes are whatever memory held before: no value of the run."""
         self.forget()
+        self.holds = ()
         self._first, self._writer, self._writers = NONE, NONE, None
         self._blank, self._filled = ((0, self.size - 1),), 0
+
+    def forget_held(self, tensor: torch.Tensor) -> None:
+        """What the bytes that the tensor reaches were is not known any more."""
+        if not self.holds:
+            return
+        begin, last = extent_of(tensor)
+        kept = []
+        for held in self.holds:
+            for first, stop in ((held.first, min(held.stop, begin)), (last + 1, held.stop)):
+                first = max(first, held.first)
+                if first < stop:
+                    offset = held.offset + (first - held.first) // held.element_size
+                    kept.append(Held(first, stop, held.name, offset, held.element_size))
+        self.holds = kept
 
     def grow_blank(self, old_bytes: int) -> None:
         """Its memory has grown from so many bytes; the new ones are blank."""

@@ -6,17 +6,22 @@ Out: its kind and half a sentence that says why; None where no rule applies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from upguard_plugin.compare.evidence import (
     Scene,
     has_local_gradients,
     is_result_dropped,
     is_stale,
     lacking,
+    overwritten_producer,
     pairs_of,
 )
 from upguard_plugin.compare.keys import is_collective
-from upguard_plugin.records import EventKey
+from upguard_plugin.records import EventKey, Stretch
 from upguard_plugin.verdict import Kind
+
+_MAX_NAMES = 3  # of the tensors in a buffer that a sentence has
 
 
 def collective(scene: Scene) -> tuple[Kind, str] | None:
@@ -25,19 +30,46 @@ def collective(scene: Scene) -> tuple[Kind, str] | None:
     if not is_collective(key):
         return _unsynchronised(scene)
     if finding.what == "alone":
-        return "collective", lacking(scene) or ""
+        held = f": its buffer holds {_names(key.holds)}" if key.holds else ""
+        return "collective", f"{lacking(scene)}{held}"
     if finding.what == "order":
         return "collective", "in its place: the target runs it later, behind another of its group"
     if finding.what == "form":
         return "collective", _other_call(scene)
     if key.role == "output":
         return "collective", "in its result, with equal inputs on every rank that was compared"
+    refilled = _held_otherwise(scene)
+    if refilled is not None:
+        return "collective", refilled
     launched = pairs_of(scene.pairing, key.boundary, (key.phase,), "input", "launch")
     if key.moment == "completion" and len(launched):
         return "collective", "at completion but not at launch: its input was overwritten in flight"
     if key.phase in ("grad_sync", "param_sync") and has_local_gradients(scene.pairing):
         return "collective", "on its way into the collective: the local gradients are equal"
     return None
+
+
+def _held_otherwise(scene: Scene) -> str | None:
+    """Whose elements a flat buffer holds in each run, where they are not the same tensors'."""
+    finding, pairing = scene.finding, scene.pairing
+    if finding.baseline_row is None or finding.target_row is None:
+        return None
+    ours = pairing.baseline.batch.key_of(finding.baseline_row).holds
+    theirs = pairing.target.batch.key_of(finding.target_row).holds
+    if not ours or not theirs or ours == theirs:
+        return None
+    # What the baseline put there was put there in the target too.
+    verb = "was overwritten by" if overwritten_producer(scene) is not None else "holds"
+    return (
+        f"at {scene.key.moment}: its buffer holds {_names(ours)} in the baseline, and {verb} "
+        f"{_names(theirs)} in the target"
+    )
+
+
+def _names(holds: Sequence[Stretch]) -> str:
+    names = list(dict.fromkeys(stretch.name for stretch in holds))
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _unsynchronised(scene: Scene) -> tuple[Kind, str] | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from upguard_plugin.compare.causes import Cause
 from upguard_plugin.compare.clock import RankMessages, messages_of
 from upguard_plugin.compare.describe import divergence
+from upguard_plugin.compare.dumped import elements_of
 from upguard_plugin.compare.evidence import Scene
 from upguard_plugin.compare.facts import (
     RankFacts,
@@ -206,4 +207,5 @@ class Crew:
         scene = Scene(
             steps, seen.step, pairing, seen.finding, world_size, one_program, across_layouts
         )
-        return divergence(origin, scene, decide(scene))
+        elements = elements_of(self._runs, seen.rank, pairing, seen.finding)
+        return divergence(origin, scene, decide(scene), elements)

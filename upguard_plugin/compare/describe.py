@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from upguard_plugin.compare.causes import Cause
 from upguard_plugin.compare.changes import change_of, sentence_of
@@ -12,10 +13,20 @@ from upguard_plugin.compare.ranks import Origin
 from upguard_plugin.compare.references import event_ref, group_ref, or_none, source_ref
 from upguard_plugin.compare.sides import Side
 from upguard_plugin.fingerprint.sketch import EPSILON
-from upguard_plugin.verdict import Distance, Divergence, TensorSide
+from upguard_plugin.verdict import (
+    Distance,
+    Divergence,
+    ElementDiff,
+    Held,
+    TensorSide,
+)
+
+Floats = npt.NDArray[np.float64]
 
 
-def divergence(origin: Origin, scene: Scene, cause: Cause) -> Divergence:
+def divergence(
+    origin: Origin, scene: Scene, cause: Cause, elements: ElementDiff | None = None
+) -> Divergence:
     """One divergence as the verdict gives it."""
     finding, pairing = scene.finding, scene.pairing
     side, row = finding.seen_by(pairing)
@@ -38,6 +49,7 @@ def divergence(origin: Origin, scene: Scene, cause: Cause) -> Divergence:
         baseline=_tensor(pairing.baseline, finding.baseline_row),
         target=_tensor(pairing.target, finding.target_row),
         distance=_distance(scene),
+        elements=elements,
         producer=None
         if cause.producer is None
         else event_ref(pairing.baseline.batch, cause.producer, origin.seen.rank),
@@ -57,6 +69,7 @@ def _tensor(side: Side, row: int | None) -> TensorSide | None:
         shape=list(key.shape),
         fingerprint=f"{int(side.batch.h[row]):016x}",
         value=None if value is None or np.isnan(value) else value,
+        holds=[Held.of(stretch) for stretch in key.holds],
     )
 
 
@@ -82,7 +95,17 @@ def distance_between(pairing: Pairing, row_b: int, row_t: int) -> Distance | Non
         relative_l2=relative,
         in_eps=None if epsilon is None else relative / epsilon,
         estimated=True,
+        factor=_factor(sketch_b[row_b], sketch_t[row_t], epsilon),
     )
+
+
+def _factor(baseline: Floats, target: Floats, epsilon: float | None) -> float | None:
+    """The number by which all elements were multiplied, if that is all that happened to them."""
+    factor = float(baseline @ target) / float(baseline @ baseline)
+    rest = float(np.linalg.norm(target - factor * baseline))
+    if epsilon is None or factor == 1 or not rest <= epsilon * float(np.linalg.norm(target)):
+        return None
+    return float(f"{factor:.6g}") if factor else None
 
 
 def _explanation(scene: Scene, cause: Cause) -> str:
@@ -105,4 +128,7 @@ def _explanation(scene: Scene, cause: Cause) -> str:
     if key.op is not None:
         what = f"{key.op}: {what}"
     verb = "" if scene.finding.what == "alone" else "differs "
+    distance = _distance(scene)
+    if distance is not None and distance.factor is not None:
+        verb = f"is {distance.factor:g} times the baseline's "
     return f"The {what} {key.boundary} {verb}{cause.why}."

@@ -9,27 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from upguard_plugin.compare.browse import seen_event
-from upguard_plugin.compare.elements import Array, compare_elements
+from upguard_plugin.compare.elements import compare_elements
+from upguard_plugin.compare.findings import Finding
 from upguard_plugin.compare.keys import KeySpace
 from upguard_plugin.compare.pairing import Pairing, pair_step
-from upguard_plugin.compare.run import Run
+from upguard_plugin.compare.run import Array, Run
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.errors import UsageError
 from upguard_plugin.records import EventKey
-from upguard_plugin.verdict import Divergence, SeenDiff
+from upguard_plugin.verdict import Divergence, ElementDiff, SeenDiff
 
 _MAX_LISTED = 8
 _NUMBERED = ("step", "call", "rank", "microbatch")
-
-
-class DumpedRun(Run, Protocol):
-    """A run whose dumps can be read."""
-
-    def has_tensors(self, rank: int, name: str) -> bool: ...
-    def read_tensors(self, rank: int, name: str) -> dict[str, Array]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,7 @@ class EventName:
 
 
 def dumped_pairs(
-    baseline: DumpedRun, target: DumpedRun, selection: Selection, event: EventName
+    baseline: Run, target: Run, selection: Selection, event: EventName
 ) -> Iterator[SeenDiff]:
     """The chosen events whose tensors both runs have, in the baseline's order.
 
@@ -82,7 +76,7 @@ def dumped_pairs(
 
 
 def _chosen_pairs(
-    baseline: DumpedRun, target: DumpedRun, selection: Selection, event: EventName
+    baseline: Run, target: Run, selection: Selection, event: EventName
 ) -> Iterator[SeenDiff]:
     space = KeySpace()
     for rank, step in _common_steps(baseline, target):
@@ -96,14 +90,14 @@ def _chosen_pairs(
             yield from _pairs(pairing, kept, rank, selection, event)
 
 
-def _common_steps(baseline: DumpedRun, target: DumpedRun) -> Iterator[tuple[int, int]]:
+def _common_steps(baseline: Run, target: Run) -> Iterator[tuple[int, int]]:
     """Rank and step of what both runs recorded."""
     for rank in sorted(set(baseline.ranks) & set(target.ranks)):
         steps = {e.step for e in baseline.steps(rank)} & {e.step for e in target.steps(rank)}
         yield from ((rank, step) for step in sorted(steps))
 
 
-def _nothing(baseline: DumpedRun, target: DumpedRun) -> UsageError:
+def _nothing(baseline: Run, target: Run) -> UsageError:
     """What is to be said where no chosen event has its tensor in both runs."""
     kept = {side: _kept(run) for side, run in (("baseline", baseline), ("target", target))}
     for side, run in (("baseline", baseline), ("target", target)):
@@ -132,7 +126,7 @@ def _nothing(baseline: DumpedRun, target: DumpedRun) -> UsageError:
     )
 
 
-def _kept(run: DumpedRun) -> set[tuple[int, int]]:
+def _kept(run: Run) -> set[tuple[int, int]]:
     """Rank and step of the tensors that a run has."""
     return {
         (rank, entry.step)
@@ -142,7 +136,7 @@ def _kept(run: DumpedRun) -> set[tuple[int, int]]:
     }
 
 
-def _boundaries(run: DumpedRun, rank: int, step: int) -> set[str]:
+def _boundaries(run: Run, rank: int, step: int) -> set[str]:
     """Of the tensors that a run has of a step."""
     batch, kept = run.read(rank, step), _tensors(run, rank, step)
     return {
@@ -156,7 +150,7 @@ def _listed(items: Iterable[Any]) -> str:
     return f"{', '.join(map(str, ordered[:_MAX_LISTED])) or 'none'}{more}"
 
 
-def show_command(baseline: DumpedRun, target: DumpedRun, found: Divergence | None) -> str | None:
+def show_command(baseline: Run, target: Run, found: Divergence | None) -> str | None:
     """The command that shows the elements of a divergence, if both runs kept them."""
     if found is None:
         return None
@@ -176,7 +170,25 @@ def show_command(baseline: DumpedRun, target: DumpedRun, found: Divergence | Non
     return f'upguard show --diff {baseline.path} {target.path} --event "{text}"'
 
 
-def _tensors(run: DumpedRun, rank: int, step: int) -> dict[str, Array]:
+def elements_of(
+    runs: tuple[Run, Run], rank: int, pairing: Pairing, finding: Finding
+) -> ElementDiff | None:
+    """How the two tensors of a finding differ, if both runs kept them whole."""
+    if finding.what != "value" or finding.baseline_row is None or finding.target_row is None:
+        return None
+    kept = []
+    sides = (pairing.baseline.batch, pairing.target.batch)
+    for run, batch, row in zip(
+        runs, sides, (finding.baseline_row, finding.target_row), strict=True
+    ):
+        kept.append(_tensors(run, rank, batch.step).get(str(int(batch.seq[row]))))
+    if kept[0] is None or kept[1] is None:
+        return None
+    key = finding.key(pairing)
+    return compare_elements(kept[0], kept[1], key.dtype, key.shape, key.holds)
+
+
+def _tensors(run: Run, rank: int, step: int) -> dict[str, Array]:
     name = f"step{step}"
     return run.read_tensors(rank, name) if run.has_tensors(rank, name) else {}
 
@@ -206,5 +218,7 @@ def _pairs(
             event=seen_event(baseline, row_b, rank),
             target_fingerprint=f"{int(target.h[row_t]):016x}",
             target_form=None if same_form else f"{other.dtype} {list(other.shape)}",
-            elements=compare_elements(ours, theirs, key.dtype, key.shape) if same_form else None,
+            elements=compare_elements(ours, theirs, key.dtype, key.shape, key.holds)
+            if same_form
+            else None,
         )

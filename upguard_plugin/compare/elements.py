@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from upguard_plugin.verdict import ElementDiff, Specials
+from upguard_plugin.records import Stretch
+from upguard_plugin.verdict import ElementDiff, Held, Specials
 
 Array = npt.NDArray[Any]
 
@@ -25,9 +26,16 @@ MAX_PLACES = 3  # places of differing elements that are given
 
 
 def compare_elements(
-    baseline: Array, target: Array, dtype: str, shape: Sequence[int]
+    baseline: Array,
+    target: Array,
+    dtype: str,
+    shape: Sequence[int],
+    holds: Sequence[Stretch] = (),
 ) -> ElementDiff:
-    """Compare the elements of two dumped tensors that share dtype and shape."""
+    """Compare the elements of two dumped tensors that share dtype and shape.
+
+    holds: whose elements they are, of a flat buffer.
+    """
     bits = [_bits(array, shape) for array in (baseline, target)]
     differs = bits[0] != bits[1]
     if differs.ndim > len(shape):  # real and imaginary parts
@@ -50,7 +58,20 @@ def compare_elements(
         ulps=_histogram(bits[0].reshape(-1)[flat], bits[1].reshape(-1)[flat], finite, dtype),
         baseline=_specials(values[0]),
         target=_specials(values[1]),
+        of=_owners(np.flatnonzero(differs.reshape(-1)), holds),
     )
+
+
+def _owners(places: npt.NDArray[np.intp], holds: Sequence[Stretch]) -> list[Held]:
+    """Whose elements the places are, each owner with its first to its last of them."""
+    found = []
+    for stretch in holds:
+        inside = places[(places >= stretch.start) & (places < stretch.stop)]
+        if len(inside):
+            first, last = int(inside[0]), int(inside[-1])
+            offset = stretch.offset + first - stretch.start
+            found.append(Held(start=first, stop=last + 1, name=stretch.name, offset=offset))
+    return found
 
 
 def pattern_of(differs: npt.NDArray[np.bool_]) -> str:

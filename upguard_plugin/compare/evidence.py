@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from upguard_plugin.compare.chain import operands_agree
 from upguard_plugin.compare.findings import Finding
-from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_operator
+from upguard_plugin.compare.keys import PHASE_NUMBER, ROLE_NUMBER, is_collective, is_operator
 from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.sides import Side
 from upguard_plugin.compare.steps import RankSteps
@@ -254,6 +254,25 @@ def is_result_dropped(scene: Scene) -> bool:
     between = (rows_b > rows_b[inputs].min()) & (rows_b < finding.baseline_row)
     results = columns.is_collective[key] & (columns.role[key] == ROLE_NUMBER["output"]) & between
     return bool(results.any()) and not pairing.differs[results].any()
+
+
+def is_idle(side: Side, row: int) -> bool:
+    """Whether a collective gave this rank what it had already: a maximum that was its own."""
+    key, batch = side.batch.key_of(row), side.batch
+    if not is_collective(key) or batch.group_seq is None or batch.group_seq[row] < 0:
+        return False
+    same = np.flatnonzero(batch.group_seq == batch.group_seq[row])
+    by_slot = {
+        (found.role, found.slot): other
+        for other in same.tolist()
+        if (found := batch.key_of(other)).boundary == key.boundary and found.group == key.group
+    }
+    given = [(slot, other) for (role, slot), other in by_slot.items() if role == "output"]
+    return bool(given) and all(
+        ("input", slot) in by_slot
+        and _same_bits(side, np.array([by_slot["input", slot]]), other).all()
+        for slot, other in given
+    )
 
 
 def _same_bits(side: Side, rows: Ints, row: int) -> npt.NDArray[np.bool_]:

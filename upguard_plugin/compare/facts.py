@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from upguard_plugin.compare.clock import COMMUNICATING_PHASES
+from upguard_plugin.compare.evidence import is_idle
 from upguard_plugin.compare.findings import Finding
 from upguard_plugin.compare.keys import PHASE_NUMBER
 from upguard_plugin.compare.origin import origin_of
@@ -56,6 +57,7 @@ class Sighting:
     finding: Finding
     name: Name
     row: int  # where the rank differs, in rows of its baseline events
+    idle: bool = False  # a collective of one run only, which left the rank's buffers as they were
 
     @property
     def communicated(self) -> bool:
@@ -149,6 +151,7 @@ def _sighting(scan: RankScan, process: int, step: int, finding: Finding) -> Sigh
             int(side.batch.call[seen]),
         ),
         row=(finding.place & ((1 << 40) - 1)) // 2 if row is None else row,
+        idle=finding.what == "alone" and is_idle(side, seen),
     )
 
 

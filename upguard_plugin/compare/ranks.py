@@ -89,8 +89,9 @@ def _merged(sightings: Sequence[Sighting]) -> list[Origin]:
     by_boundary: dict[Name, list[Sighting]] = {}
     for seen in sorted(sightings, key=lambda seen: seen.rank):
         by_boundary.setdefault(seen.name, []).append(seen)
-    merged = [
-        Origin(members[0], tuple(sorted({member.rank for member in members})))
-        for members in by_boundary.values()
-    ]
+    merged = []
+    for members in by_boundary.values():
+        # A collective that one run lacks is missed where it would have changed something.
+        missed = [member for member in members if not member.idle] or members
+        merged.append(Origin(missed[0], tuple(sorted({member.rank for member in missed}))))
     return sorted(merged, key=lambda origin: origin.seen.order)

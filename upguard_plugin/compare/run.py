@@ -9,8 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy.typing as npt
+
 from upguard_plugin.records import Layout
 from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
+
+Array = npt.NDArray[Any]
 
 
 class Manifest(Protocol):
@@ -71,6 +75,11 @@ class Run(Protocol):
     def steps(self, rank: int) -> Sequence[StepEntry]: ...
     def read(self, rank: int, step: int, *, verify: bool = False) -> EventBatch: ...
     def end(self, rank: int) -> RankEnd: ...
+    def has_tensors(self, rank: int, name: str) -> bool:
+        """Whether the rank kept tensors whole under that name."""
+        ...
+
+    def read_tensors(self, rank: int, name: str) -> dict[str, Array]: ...
 
 
 class RunView:
@@ -117,3 +126,9 @@ class RunView:
 
     def end(self, rank: int) -> RankEnd:
         return self._run.end(rank)
+
+    def has_tensors(self, rank: int, name: str) -> bool:
+        return self._run.has_tensors(rank, name)
+
+    def read_tensors(self, rank: int, name: str) -> dict[str, Array]:
+        return self._run.read_tensors(rank, name)

@@ -13,7 +13,9 @@ from upguard_plugin.report.plain import plain
 from upguard_plugin.verdict import (
     Distance,
     Divergence,
+    ElementDiff,
     EventRef,
+    Held,
     Reached,
     Tainted,
     TensorSide,
@@ -23,6 +25,7 @@ from upguard_plugin.verdict import (
 MAX_NOTES = 12  # further ones are counted; --verbose prints them all
 MAX_CONCURRENT = 5
 MAX_LINKS = 3  # boundaries that the difference reached
+MAX_HELD = 4  # tensors in a flat buffer
 _WIDTH = 9
 
 
@@ -86,6 +89,8 @@ def _divergence_rows(found: Divergence, verdict: Verdict) -> list[tuple[str, str
         rows.append(("distance", _distance(found.distance)))
     if found.change is not None:
         rows.append(("reaches", _event(found.change.reached)))
+    if found.elements is not None:
+        rows.append(("differ", _elements(found.elements)))
     if found.producer is not None:
         rows.append(("producer", _event(found.producer)))
     if found.source is not None:
@@ -137,7 +142,20 @@ def _side(side: TensorSide | None) -> str:
     if side is None:
         return "no such event"
     value = "" if side.value is None else f" = {side.value!r}"
-    return f"{side.fingerprint}{value} {side.dtype} {side.shape}"
+    holds = "" if not side.holds else f" of {_held(side.holds)}"
+    return f"{side.fingerprint}{value} {side.dtype} {side.shape}{holds}"
+
+
+def _elements(diff: ElementDiff) -> str:
+    text = f"{diff.differing} of {diff.total} elements: {diff.pattern}"
+    return text + (f"; of {_held(diff.of)}" if diff.of else "")
+
+
+def _held(holds: Sequence[Held]) -> str:
+    """ "embed.weight.grad[504:512]", for the parts of a flat buffer."""
+    names = [f"{h.name}[{h.offset}:{h.offset + h.stop - h.start}]" for h in holds]
+    more = f" and {len(names) - MAX_HELD} more" if len(names) > MAX_HELD else ""
+    return ", ".join(names[:MAX_HELD]) + more
 
 
 def _ranks(found: Divergence, verdict: Verdict) -> str:
@@ -167,6 +185,8 @@ def _distance(distance: Distance) -> str:
     text = f"{distance.relative_l2:.3g} of its norm"
     if eps is not None:
         text += f", {eps:.3g} epsilons"
+    if distance.factor is not None:
+        text += f", {distance.factor:g} times the baseline"
     return text + (" (estimated)" if distance.estimated else "")
 
 

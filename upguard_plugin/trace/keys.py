@@ -23,6 +23,7 @@ from upguard_plugin.records import (
     Piece,
     Placement,
     Source,
+    Stretch,
 )
 from upguard_plugin.trace.files import damaged
 from upguard_plugin.trace.segments import ARROW_ERRORS
@@ -41,8 +42,9 @@ _TEXTS = (
     "group",
     "op",
     "source_file",
+    "holds",
 )
-_OPTIONAL = frozenset(("operator", "moment", "placement", "group", "op", "source_file"))
+_OPTIONAL = frozenset(("operator", "moment", "placement", "group", "op", "source_file", "holds"))
 _DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 
 SCHEMA = pa.schema(
@@ -125,11 +127,16 @@ def _row(key: EventKey) -> dict[str, str | None]:
         "group": None if key.group is None else _compact([key.group.name, *key.group.ranks]),
         "op": key.op,
         "source_file": None if source is None else source.file,
+        "holds": _holds_text(key.holds) if key.holds else None,
     }
 
 
 def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
+
+
+def _holds_text(holds: Sequence[Stretch]) -> str:
+    return _compact([[part.start, part.stop, part.name, part.offset] for part in holds])
 
 
 def _placement_text(placement: Placement) -> str:
@@ -185,6 +192,7 @@ def _keys_of(table: pa.Table) -> tuple[EventKey, ...]:
         text: _parse_placement(text) for text in set(columns["placement"]) if text is not None
     }
     groups = {text: _parse_group(text) for text in set(columns["group"]) if text is not None}
+    holds = {text: _parse_holds(text) for text in set(columns["holds"]) if text is not None}
     _check_words(columns)
     return tuple(
         EventKey(
@@ -200,6 +208,7 @@ def _keys_of(table: pa.Table) -> tuple[EventKey, ...]:
             group=groups.get(columns["group"][i]),
             op=columns["op"][i],
             source=_source(columns["source_file"][i], columns["source_line"][i]),
+            holds=holds.get(columns["holds"][i], ()),
         )
         for i in range(table.num_rows)
     )
@@ -234,6 +243,13 @@ def _source(file: str | None, line: int | None) -> Source | None:
 def _parse_group(text: str) -> Group:
     name, *ranks = json.loads(text)
     return Group(_text(name), _counts(ranks))
+
+
+def _parse_holds(text: str) -> tuple[Stretch, ...]:
+    return tuple(
+        Stretch(_count(start), _count(stop), _text(name), _count(offset))
+        for start, stop, name, offset in json.loads(text)
+    )
 
 
 def _parse_placement(text: str) -> Placement:

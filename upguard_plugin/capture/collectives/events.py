@@ -7,7 +7,7 @@ Out: events. All stand in program order where the collective was launched, also 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from upguard_plugin.capture.collectives.caller import Caller
 from upguard_plugin.capture.collectives.groups import Groups, Member
+from upguard_plugin.capture.collectives.holdings import Holds
 from upguard_plugin.capture.collectives.plans import Buffer, Plan
 from upguard_plugin.capture.collectives.under_way import Output, Use
 from upguard_plugin.capture.deferred import Ticket
@@ -34,6 +35,7 @@ class Launch:
     caller: Caller
     boundary: str
     fields: dict[str, Any]  # of all its events, as `Recorder.record` takes them
+    holds: Holds = field(default_factory=dict)  # whose elements lie in its buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ class CollectiveEvents:
             for buffer in launch.plan.inputs:
                 self.recorder.record(
                     launch.boundary, _dense(buffer.tensor), role="input", slot=buffer.slot,
-                    moment="launch", placement=self._placement_of(buffer), **launch.fields,
+                    moment="launch", placement=self._placement_of(buffer),
+                    holds=launch.holds.get(("input", buffer.slot), ()), **launch.fields,
                 )  # fmt: skip
 
     def launched_with_objects(self, launch: Launch) -> None:
@@ -81,7 +84,8 @@ class CollectiveEvents:
         for buffer in buffers:
             ticket = self.recorder.reserve(
                 launch.boundary, buffer.tensor, role=role, slot=buffer.slot,
-                moment="completion", placement=self._placement_of(buffer), **launch.fields,
+                moment="completion", placement=self._placement_of(buffer),
+                holds=launch.holds.get((role, buffer.slot), ()), **launch.fields,
             )  # fmt: skip
             if ticket is not None:
                 reserved.append(Reserved(ticket, buffer.slot, _memory_of(buffer.tensor)))

@@ -37,7 +37,7 @@ def boundary_of(
     reducers: Sequence[Reducer],
 ) -> str:
     """What people read: the operation, its group, and whose data it is, where known."""
-    boundary = f"{what.name}[{member.group.name}]"
+    boundary = unnamed(what, member)
     by_reducer = caller.from_cpp and caller.in_backward
     asked = [one.name_next for one in reducers] if by_reducer else owners
     buffers = what.outputs or what.inputs
@@ -46,6 +46,11 @@ def boundary_of(
         return boundary
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{boundary} {names[0]}{more}"
+
+
+def unnamed(what: Plan, member: Member) -> str:
+    """The boundary of a collective on buffers that nobody knows."""
+    return f"{what.name}[{member.group.name}]"
 
 
 def _name_of(tensor: torch.Tensor, asked: Sequence[OwnerOf]) -> str | None:

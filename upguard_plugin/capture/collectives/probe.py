@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup, Work
 from upguard_plugin.capture.collectives.caller import find_caller
 from upguard_plugin.capture.collectives.events import CollectiveEvents, Launch, Reserved
 from upguard_plugin.capture.collectives.groups import Groups, Member
-from upguard_plugin.capture.collectives.naming import Reducer, boundary_of, phase_of
+from upguard_plugin.capture.collectives.holdings import HolderOf, holds_of
+from upguard_plugin.capture.collectives.naming import Reducer, boundary_of, phase_of, unnamed
 from upguard_plugin.capture.collectives.owners import OwnerOf
 from upguard_plugin.capture.collectives.plans import OPERATORS, Plan, plan
 from upguard_plugin.capture.collectives.under_way import Flight, Origin, UnderWay, Use, outputs_of
@@ -38,6 +39,7 @@ _PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
 _UNCOUNTED = frozenset(
     ("allreduce_", "broadcast_", "reduce_", "alltoall_base_", "scatter_", "recv_")
 )
+# Behind these sums the backend divides as anybody would, on a thread of its own.
 _DIVIDING = frozenset(("avg", "premul_sum"))
 
 
@@ -56,6 +58,7 @@ class CollectiveProbe:
         self.recorder = recorder
         self.groups = Groups()
         self.owners = list(owners)
+        self.holders: list[HolderOf] = []  # who knows what lies in a buffer without a name
         self._reducers: list[Reducer] = []
         self._events = CollectiveEvents(recorder, self.groups)
         self.placers = self._events.placers
@@ -158,6 +161,8 @@ class CollectiveProbe:
             "source": caller.source,
         }
         launch = Launch(name, what, member, caller, boundary, fields)
+        if what.reduces and boundary == unnamed(what, member):
+            launch.holds = holds_of(what, self.holders, self.recorder.storages)
         if caller.of_objects:
             self._events.launched_with_objects(launch)
             return None

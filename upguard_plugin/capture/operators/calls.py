@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from upguard_plugin.capture import contents
 from upguard_plugin.capture.collectives.under_way import UnderWay
 from upguard_plugin.capture.operators.arguments import Argument, tensors_given, tensors_returned
 from upguard_plugin.capture.operators.early import look_for_use
@@ -161,9 +162,13 @@ class OperatorCalls:
             return
         if operator.copies and self._copied_blank(arguments, result):
             return
+        if operator.moves:
+            contents.follow(self.storages, operator.name, arguments, result)
         if operator.written:
             for argument in arguments:
                 if argument.key in operator.written:
+                    if operator.overwrites and not operator.moves:
+                        contents.overwritten(argument)
                     self._written(running, argument, "after")
             if operator.returns_written:
                 return

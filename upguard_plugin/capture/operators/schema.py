@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 
+from upguard_plugin.capture.contents import MOVES
+
 # Their results hold whatever memory held before: not a value of the run, so never fingerprinted.
 _UNINITIALISED = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
@@ -72,6 +74,7 @@ class Operator:
     scratch: frozenset[int]  # places of results that hold no value of the run
     returns_written: bool  # its results are arguments that it wrote, nothing else
     looked_at: frozenset[int | str] | None  # arguments to follow if none is recorded; None: all
+    moves: bool = False  # it puts elements elsewhere, in their order
 
     @property
     def has_effects(self) -> bool:
@@ -129,6 +132,7 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
         ),
         returns_written=returns_written,
         looked_at=None if any_matters else frozenset(written),
+        moves=namespace == "aten" and name in MOVES,
     )
 
 

@@ -25,7 +25,7 @@ from upguard_plugin.compare.layouts.names import About, MergePlan, merge_plan
 from upguard_plugin.compare.layouts.sums import Sizes
 from upguard_plugin.compare.layouts.taint import Taint
 from upguard_plugin.compare.layouts.units import Units
-from upguard_plugin.compare.run import Run, RunView
+from upguard_plugin.compare.run import Array, Run, RunView
 from upguard_plugin.records import EventKey, Layout
 from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
 from upguard_plugin.trace.step_table import StepTable
@@ -241,6 +241,12 @@ class LogicalRun(RunView):
     def read(self, rank: int, step: int, *, verify: bool = False) -> EventBatch:
         """verify: of no account, the gathering has been told."""
         return self._pair.events(self._side, step).batch
+
+    def has_tensors(self, rank: int, name: str) -> bool:
+        return False  # ranks keep their parts; nobody has the whole
+
+    def read_tensors(self, rank: int, name: str) -> dict[str, Array]:
+        return {}
 
     def end(self, rank: int) -> RankEnd:
         ends = [self._run.end(r) for r in self._run.ranks]
