@@ -21,6 +21,7 @@ PART_OF = {
     "cli_options": "cli",
     "errors": "records",
     "verdict": "records",
+    "verdict_parts": "records",
     "placement": "records",
     "placement_cover": "records",
     "placement_grammar": "records",

@@ -15,7 +15,8 @@ from typing import Literal
 from pydantic import Field
 
 from upguard_plugin.errors import EXIT_DIVERGENT, EXIT_IDENTICAL, EXIT_INCOMPARABLE
-from upguard_plugin.verdict import EventRef, GroupRef, Model, Report, RunSide, SourceRef
+from upguard_plugin.verdict import Report, RunSide
+from upguard_plugin.verdict_parts import EventRef, GroupRef, Model, SourceRef
 
 Answer = Literal["unbroken", "broken", "undecided"]
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upguard_plugin.capture.extents import is_tracked
 from upguard_plugin.capture.operators.schema import describe
-from upguard_plugin.capture.storages import is_tracked
 
 NUM_SAMPLES = 3
 

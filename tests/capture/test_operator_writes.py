@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.capture.operator_run import events_of, train
+from upguard_plugin.capture.extents import is_tracked
 from upguard_plugin.capture.operators.schema import UNANNOTATED_WRITES, describe
-from upguard_plugin.capture.storages import is_tracked
 
 ONES, ZEROS = torch.ones, torch.zeros
 ON_A_CPU = {"aten::native_batch_norm", "aten::batch_norm_update_stats"}  # the others need a GPU

@@ -5,20 +5,8 @@ from __future__ import annotations
 import pytest
 
 from upguard_plugin.report.text import verdict_text
-from upguard_plugin.verdict import (
-    Certified,
-    Change,
-    Coverage,
-    Distance,
-    Divergence,
-    EventRef,
-    GroupRef,
-    RunSide,
-    SourceRef,
-    Tainted,
-    TensorSide,
-    Verdict,
-)
+from upguard_plugin.verdict import Certified, Coverage, Divergence, RunSide, Tainted, Verdict
+from upguard_plugin.verdict_parts import Change, Distance, EventRef, GroupRef, SourceRef, TensorSide
 
 COUNTS = {"ranks": 8, "noise": 0, "never_fired": 1, "filtered": 0}
 LAST = EventRef(

@@ -15,10 +15,11 @@ from enum import Enum
 import torch
 
 from upguard_plugin.capture.deferred import Ticket
+from upguard_plugin.capture.extents import extent_of
 from upguard_plugin.capture.recording import Recording
 from upguard_plugin.capture.rows import Wire
 from upguard_plugin.capture.slots import Entry
-from upguard_plugin.capture.storages import Storage, extent_of
+from upguard_plugin.capture.storages import Storage
 from upguard_plugin.capture.tensors import as_bytes
 from upguard_plugin.capture.writing import Writer
 from upguard_plugin.errors import UnsupportedTensorError

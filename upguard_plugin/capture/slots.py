@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from upguard_plugin.capture.storages import Storage, Storages, look
+from upguard_plugin.capture.extents import look
+from upguard_plugin.capture.storages import Storage, Storages
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.records import Placement

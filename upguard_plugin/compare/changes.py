@@ -13,7 +13,7 @@ from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.compare.references import event_ref
 from upguard_plugin.compare.sides import Side
 from upguard_plugin.records import EventKey
-from upguard_plugin.verdict import Change
+from upguard_plugin.verdict_parts import Change
 
 MAX_OPERATORS = 20  # of each run that a verdict lists
 _MAX_NAMED = 4  # of each run that a sentence names

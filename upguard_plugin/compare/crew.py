@@ -36,7 +36,8 @@ from upguard_plugin.compare.spread import spread_of
 from upguard_plugin.compare.steps import Judge, RankSteps, as_it_is, steps_behind
 from upguard_plugin.compare.team import Team
 from upguard_plugin.trace.step_table import StepTable
-from upguard_plugin.verdict import Divergence, EventRef, Spread
+from upguard_plugin.verdict import Divergence, Spread
+from upguard_plugin.verdict_parts import EventRef
 
 _MOST_KEPT = 2_000_000  # events of both runs that stay in memory, some 130 bytes each
 

@@ -13,13 +13,8 @@ from upguard_plugin.compare.ranks import Origin
 from upguard_plugin.compare.references import event_ref, group_ref, or_none, source_ref
 from upguard_plugin.compare.sides import Side
 from upguard_plugin.fingerprint.sketch import EPSILON
-from upguard_plugin.verdict import (
-    Distance,
-    Divergence,
-    ElementDiff,
-    Held,
-    TensorSide,
-)
+from upguard_plugin.verdict import Divergence
+from upguard_plugin.verdict_parts import Distance, ElementDiff, Held, TensorSide
 
 Floats = npt.NDArray[np.float64]
 

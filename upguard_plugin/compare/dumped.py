@@ -20,7 +20,8 @@ from upguard_plugin.compare.run import Array, Run
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.errors import UsageError
 from upguard_plugin.records import EventKey
-from upguard_plugin.verdict import Divergence, ElementDiff, SeenDiff
+from upguard_plugin.verdict import Divergence, SeenDiff
+from upguard_plugin.verdict_parts import ElementDiff
 
 _MAX_LISTED = 8
 _NUMBERED = ("step", "call", "rank", "microbatch")

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upguard_plugin.records import Stretch
-from upguard_plugin.verdict import ElementDiff, Held, Specials
+from upguard_plugin.verdict_parts import ElementDiff, Held, Specials
 
 Array = npt.NDArray[Any]
 

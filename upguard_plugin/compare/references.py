@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from upguard_plugin.records import EventKey
 from upguard_plugin.trace.batch import EventBatch
-from upguard_plugin.verdict import EventRef, GroupRef, SourceRef
+from upguard_plugin.verdict_parts import EventRef, GroupRef, SourceRef
 
 
 def event_ref(batch: EventBatch, row: int, rank: int) -> EventRef:

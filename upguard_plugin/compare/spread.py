@@ -17,7 +17,8 @@ from upguard_plugin.compare.findings import Finding, pair_places
 from upguard_plugin.compare.keys import ROLE_NUMBER
 from upguard_plugin.compare.pairing import Pairing
 from upguard_plugin.trace.batch import EventBatch
-from upguard_plugin.verdict import Distance, Reached, Spread
+from upguard_plugin.verdict import Reached, Spread
+from upguard_plugin.verdict_parts import Distance
 
 MAX_LINKS = 10  # boundaries behind the first
 MAX_RANKS = 64  # whose chains a verdict holds

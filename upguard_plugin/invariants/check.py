@@ -23,7 +23,8 @@ from upguard_plugin.invariants.events import KeyTables, Place, RankEvents, StepE
 from upguard_plugin.invariants.findings import Break, Findings, Invariant, in_order
 from upguard_plugin.records import EventKey, Layout
 from upguard_plugin.trace.reader import Trace
-from upguard_plugin.verdict import EventRef, GroupRef, RunSide, SourceRef
+from upguard_plugin.verdict import RunSide
+from upguard_plugin.verdict_parts import EventRef, GroupRef, SourceRef
 
 Found = list[tuple[Invariant, Findings]]
 

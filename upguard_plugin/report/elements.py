@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from upguard_plugin.report.plain import plain
-from upguard_plugin.verdict import ElementDiff, SeenDiff, SeenEvent, Specials
+from upguard_plugin.verdict import SeenDiff, SeenEvent
+from upguard_plugin.verdict_parts import ElementDiff, Specials
 
 _WIDTH = 9
 

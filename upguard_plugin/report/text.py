@@ -10,17 +10,8 @@ from collections.abc import Sequence
 
 from upguard_plugin.report.places import when, where
 from upguard_plugin.report.plain import plain
-from upguard_plugin.verdict import (
-    Distance,
-    Divergence,
-    ElementDiff,
-    EventRef,
-    Held,
-    Reached,
-    Tainted,
-    TensorSide,
-    Verdict,
-)
+from upguard_plugin.verdict import Divergence, Reached, Tainted, Verdict
+from upguard_plugin.verdict_parts import Distance, ElementDiff, EventRef, Held, TensorSide
 
 MAX_NOTES = 12  # further ones are counted; --verbose prints them all
 MAX_CONCURRENT = 5

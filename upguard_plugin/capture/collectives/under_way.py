@@ -25,7 +25,7 @@ import torch
 from torch.distributed import Work
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from upguard_plugin.capture.storages import Extent, extent_of, is_tracked, reaches
+from upguard_plugin.capture.extents import Extent, extent_of, is_tracked, reaches
 from upguard_plugin.records import Group, Source
 
 _OWN_REFERENCES = 2  # to a Work, where its references are counted: a variable and an argument

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from upguard_plugin.capture import contents
 from upguard_plugin.capture.collectives.under_way import UnderWay
+from upguard_plugin.capture.extents import extent_of
 from upguard_plugin.capture.operators.arguments import Argument, tensors_given, tensors_returned
 from upguard_plugin.capture.operators.early import look_for_use
 from upguard_plugin.capture.operators.locator import Locator
@@ -27,7 +28,7 @@ from upguard_plugin.capture.operators.sites import Site, Sites
 from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.rng import generator_state
 from upguard_plugin.capture.shield import ignore, out_of_sight, shielded
-from upguard_plugin.capture.storages import Storages, extent_of
+from upguard_plugin.capture.storages import Storages
 from upguard_plugin.trace.batch import NONE
 
 _RNG_SLOT = "generator"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from upguard_plugin.capture.extents import is_tracked
 from upguard_plugin.capture.names import ParameterNames
-from upguard_plugin.capture.storages import is_tracked
 
 
 class Owners:
