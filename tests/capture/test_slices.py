@@ -109,3 +109,9 @@ def test_observe_places_a_slice_of_a_parameter_and_of_a_tensor_of_written_sizes(
     named = ((key.boundary, key.role) for key in batch.keys)
     master = dict(zip(named, batch.keys, strict=True))["weight", "master"].placement
     assert (master.logical_shape, master.pieces[0].local_start) == ((3, 4), 0)
+
+
+def test_a_guard_that_records_nothing_takes_it_too():
+    model, own, optimizer = make()
+
+    upguard_plugin.enable(model, optimizer, {"enabled": False}).slices(own, {"other": (0, 1)})
