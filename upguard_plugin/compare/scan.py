@@ -254,7 +254,8 @@ def _without_set_up(side: Side, other: Side, rows: Ints) -> Ints:
     if side.batch.step or not other.batch.step:
         return rows
     key, columns = side.key[rows], side.columns
-    return rows[~columns.is_collective[key] | (columns.phase[key] != PHASE_NUMBER["start"])]
+    of_step: Bools = ~columns.is_collective[key] | (columns.phase[key] != PHASE_NUMBER["start"])
+    return rows[of_step]
 
 
 def _count_pairs(
