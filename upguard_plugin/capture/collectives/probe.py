@@ -89,8 +89,12 @@ class CollectiveProbe:
         self._library = torch.library.Library("c10d", "IMPL")
         for name in OPERATORS:
             operator = getattr(torch.ops.c10d, name).default
-            types = [str(argument.type) for argument in operator._schema.arguments]
-            call = partial(self._call, name, operator, types.index(_PROCESS_GROUP))
+            arguments = operator._schema.arguments
+            types = [str(argument.type) for argument in arguments]
+            names = [argument.name for argument in arguments]
+            asynchronous = names.index("async_op") if "async_op" in names else len(names)
+            places = (types.index(_PROCESS_GROUP), asynchronous)
+            call = partial(self._call, name, operator, places)
             self._library.impl(name, call, "BackendSelect", with_keyset=True)
         self._functional = torch.library.Library("_c10d_functional", "IMPL")
         self._functional.impl("wait_tensor", self._wait_tensor, "BackendSelect", with_keyset=True)
@@ -121,16 +125,18 @@ class CollectiveProbe:
         self,
         name: str,
         operator: torch._ops.OpOverload,
-        group_index: int,
+        places: tuple[int, int],
         keys: torch._C.DispatchKeySet,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        group = ProcessGroup.unbox(args[group_index])
+        """places: of the arguments that are the group and whether the caller gets the work."""
+        group = ProcessGroup.unbox(args[places[0]])
         launch = self._before(name, group, args)
         result = operator.redispatch(keys.remove(_KEY), *args, **kwargs)
         if launch is not None:
-            self._after(launch, group, result)
+            is_async = all(args[places[1] : places[1] + 1])  # left out where it is, by default
+            self._after(launch, group, result, is_async)
         return result
 
     def _wait_tensor(self, keys: torch._C.DispatchKeySet, tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +187,7 @@ class CollectiveProbe:
                     self.under_way.use(buffer.tensor, use)
 
     @shielded
-    def _after(self, launch: Launch, group: ProcessGroup, result: Any) -> None:
+    def _after(self, launch: Launch, group: ProcessGroup, result: Any, is_async: bool) -> None:
         """Reserve the events of the completion, and see to it that they are filled."""
         what, caller = launch.plan, launch.caller
         # What a functional send returns is not what it sends: nothing says when that is free again.
@@ -199,7 +205,8 @@ class CollectiveProbe:
         tensors = [buffer.tensor for buffer in (*what.inputs, *what.outputs)]
         on_cpu = all(tensor.is_cpu for tensor in tensors)
         pending = Pending(Work.unbox(handle), tensors, finish, functional=caller.functional)
-        if made and (caller.returns_work or on_cpu):
+        # What torch.distributed waits for before it returns is not used earlier.
+        if made and (is_async if caller.returns_work else on_cpu):
             pending.flight = _flight_of(launch, pending.work, made, on_cpu)
         self._works.add(pending, group, by_future=on_cpu or caller.from_cpp)
 
