@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from upguard_plugin.records import Axis, EventKey, Group, Layout, Piece, Placement, Source
+from upguard_plugin.records import Axis, EventKey, Group, Layout, Piece, Placement, Source, Stretch
 from upguard_plugin.trace.batch import EventBatch
 
 LAYOUT = Layout((Axis("tp", 2, 1, (0, 1)), Axis("ep", 1, 0, (1,), "expert")), zero_stage=1)
@@ -33,6 +33,7 @@ def _key(number: int) -> EventKey:
             moment="completion",
             group=TP_GROUP,
             op="all_reduce sum",
+            holds=(Stretch(0, 12, "größe.grad"), Stretch(12, 16, f"{name}.grad", 4)),
         )
     if part == 2:
         piece = Piece((8, 16), 0, (16, 1), 128 * layer, (16, 1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.trace.sample_events import make_batch, make_keys
-from upguard_plugin.records import Group, Source
+from upguard_plugin.records import Group, Source, Stretch
 from upguard_plugin.trace.digest import hash_keys, step_digest
 
 
@@ -61,6 +61,7 @@ def test_a_change_of_a_covered_field_of_a_key_changes_the_digest(batch, field):
         {"source": Source("a.py", 1)},
         {"group": Group("dp", (0,))},
         {"op": "send"},
+        {"holds": (Stretch(0, 4, "w.grad"),)},
     ],
 )
 def test_a_change_of_any_other_field_of_a_key_leaves_the_digest(batch, field):

@@ -54,6 +54,8 @@ def stretches_of(storages: Storages, tensor: Tensor) -> tuple[Stretch, ...]:
 
 def follow(storages: Storages, name: str, arguments: Sequence[Argument], result: Any) -> None:
     """An operator of `MOVES` has run: its destination holds now what its sources held."""
+    if not any(a.storage is not None and a.storage.holds for a in arguments):
+        return
     if name == "aten._foreach_copy_":
         filled = [a for a in arguments if a.key == 0]
         given = [a for a in arguments if a.key == 1]
@@ -62,7 +64,7 @@ def follow(storages: Storages, name: str, arguments: Sequence[Argument], result:
     elif name == "aten.copy_":
         into, *given = arguments
         _copied(storages, into.tensor, into.storage, [argument.tensor for argument in given])
-    elif isinstance(result, Tensor) and any(_is_named(storages, a) for a in arguments):
+    elif isinstance(result, Tensor):
         sources = [a.tensor for a in arguments if a.key == 0]
         if name not in _JOINS or _joined_outermost(result, sources):
             _copied(storages, result, storages.find(result), sources)
@@ -72,11 +74,6 @@ def overwritten(argument: Argument) -> None:
     """The elements of a written argument are nobody's any more."""
     if argument.storage is not None and argument.storage.holds:
         _put(argument.storage, argument.tensor, ())
-
-
-def _is_named(storages: Storages, argument: Argument) -> bool:
-    storage = argument.storage or storages.find(argument.tensor)
-    return storage is not None and bool(storage.holds)
 
 
 def _joined_outermost(result: Tensor, sources: Sequence[Tensor]) -> bool:
