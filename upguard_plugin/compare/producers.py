@@ -78,7 +78,9 @@ class Producers:
         if made is None:
             return "own", None
         if self._alone[made] or self._is_overtaken(made):
-            return ("both" if self._in_both(made) else "made"), made
+            if self._in_both(made):
+                return "both", made
+            return ("made" if self.is_result[made] else "unknown"), made
         if self.partner[made] < 0 or self._differs[made]:
             return "unknown", made
         if self.bits[row] == self.bits[made]:
@@ -123,7 +125,7 @@ class Producers:
 
     def _of_call(self, row: int) -> Bools:
         batch = self.side.batch
-        mine: Bools = np.isin(batch.key, self._names[self.name(row)])
+        mine: Bools = np.isin(batch.key, self._names.get(self.name(row), []))
         mine &= (batch.call == batch.call[row]) & (batch.microbatch == batch.microbatch[row])
         return mine
 
@@ -139,9 +141,10 @@ class Producers:
         written = int(np.searchsorted(batch.seq, batch.producer[row]))
         if written >= row or batch.seq[written] != batch.producer[row]:
             return self._last_result(row)  # it was written in an earlier step
-        # What a function or a kernel hands on, an operator inside of it may have made.
+        # What a module, a function or a kernel hands on, an operator inside of it may have made.
         is_wrapper = str(self.side.batch.key_of(written).operator).startswith(_WRAPPERS)
-        inner = self._last_result(written) if is_wrapper and self._alone[written] else None
+        hands_on = not self.is_result[written] or (is_wrapper and self._alone[written])
+        inner = self._last_result(written) if hands_on else None
         return written if inner is None else inner
 
     def _last_result(self, row: int) -> int | None:
