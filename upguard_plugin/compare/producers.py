@@ -73,12 +73,12 @@ class Producers:
     def origin_of(self, row: int) -> tuple[Origin, int | None]:
         """Where the value of an event comes from, and the result that it is or is a view of."""
         made = self._made_by(row)
-        if self._in_both(row):
+        if self.is_shared(row):
             return "both", made
         if made is None:
             return "own", None
         if self._alone[made] or self._is_overtaken(made):
-            if self._in_both(made):
+            if self.is_shared(made):
                 return "both", made
             return ("made" if self.is_result[made] else "unknown"), made
         if self.partner[made] < 0 or self._differs[made]:
@@ -100,6 +100,10 @@ class Producers:
         if self.partner[row] == other_row:
             return not self._differs[row]
         return bool(self.bits[row] == self._other.bits[other_row])
+
+    def is_shared(self, row: int) -> bool:
+        """Whether the other run has this value anywhere in the step."""
+        return int(self.bits[row]) in self._other._all_bits
 
     @cached_property
     def bits(self) -> Words:
@@ -128,10 +132,6 @@ class Producers:
         mine: Bools = np.isin(batch.key, self._names.get(self.name(row), []))
         mine &= (batch.call == batch.call[row]) & (batch.microbatch == batch.microbatch[row])
         return mine
-
-    def _in_both(self, row: int) -> bool:
-        """Whether the other run has this value anywhere in the step."""
-        return int(self.bits[row]) in self._other._all_bits
 
     def _made_by(self, row: int) -> int | None:
         """The result that an event's value is or is a view of."""
