@@ -153,6 +153,13 @@ def test_an_operator_of_one_run_is_named_where_it_makes_the_difference(
     assert first["kind"] == kinds.get(answer[3], answer[3])
 
 
+def test_an_operator_that_draws_in_one_run_only_is_rng(clean, tmp_path):
+    first = found(clean, record(tmp_path / "dropout", first=F.dropout))
+
+    assert (first["change"]["how"], first["boundary"], first["kind"]) == ("extra", "1", "rng")
+    assert "aten.bernoulli_" in {event["operator"] for event in first["change"]["target"]}
+
+
 class Decaying(torch.optim.SGD):
     """Its update begins with a decay that its settings do not tell."""
 

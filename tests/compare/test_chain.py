@@ -359,3 +359,28 @@ def test_what_is_noise_explains_nothing():
 
     assert verdict.first_divergence is None
     assert partly.first_divergence is None or partly.first_divergence.change is None
+
+
+def test_a_module_that_hands_on_a_result_is_looked_through():
+    """What is read was written last by a module's output, which is no operator."""
+    inside = edited(
+        LAYER,
+        ("layer/args.0        b        aten.add         by=6", "layer/args.0 b aten.add by=7"),
+        ("c                         Layer  by=9", "c Layer by=10"),
+    )
+    baseline = with_lines(inside, "forward 0 input layer/args.0 b aten.add by=7",
+                          "forward 0 output layer.act/out b GELU by=6", by=0)  # fmt: skip
+    target = edited(
+        baseline,
+        ("layer/out           b        aten.gelu", "layer/out b2 aten.tanh"),
+        ("layer/args.0        a        aten.gelu", "layer/args.0 a aten.tanh"),
+        ("layer.act/out b GELU", "layer.other/out b2 Tanh"),
+        ("layer/args.0 b aten.add", "layer/args.0 b2 aten.add"),
+        ("layer/out c aten.add", "layer/out c2 aten.add"),
+        ("layer/0 c Layer", "layer/0 c2 Layer"),
+    )
+
+    verdict = compared(baseline, target)
+
+    assert named(verdict) == ("replaced", "layer", "aten.gelu", "output", True)
+    assert operators(verdict.first_divergence.change.target) == ["aten.tanh"]

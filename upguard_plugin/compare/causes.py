@@ -88,7 +88,8 @@ def cause_of(scene: Scene) -> Cause:
 
 def _kind_of_chain(scene: Scene, chain: Chain) -> Kind:
     """Of operators that only one run has: by where they run, at the start by what they wrote."""
-    if draws_otherwise(scene.pairing, chain):
+    # What could draw (attention, say) has not done so in a step that leaves its generators alike.
+    if draws_otherwise(scene.pairing, chain) and rng_parted(scene) is not False:
         return "rng"
     if is_collective(scene.key):
         return "collective"
@@ -230,9 +231,11 @@ def _how_we_know(scene: Scene, inputs_equal: bool | None, producer: int | None) 
     key = scene.key
     if producer is not None:
         made = scene.pairing.baseline.batch.key_of(producer)
+        # Where another part of what was written may be read, the trace cannot tell it from a write.
+        or_part = "" if made.shape == key.shape else ", or another part of it is read"
         return (
             f"although {made.boundary} {made.role} {made.slot}, which wrote it, is equal: "
-            "it was overwritten in between"
+            f"it was overwritten in between{or_part}"
         )
     if inputs_equal:
         return "although its inputs are equal"

@@ -46,6 +46,7 @@ class _Behind:
     """What stands behind a value in one run."""
 
     source: int | None = None  # the result that the value is, or is a view of
+    is_shared: bool = False  # the other run has the value too
     calls: set[int] = field(default_factory=set)  # the first result of each
     anchored: set[int] = field(default_factory=set)  # those that take a value which both runs have
     is_proven: bool = True
@@ -130,7 +131,7 @@ def _walk(run: Producers, starts: Sequence[int], reader: int | None) -> _Behind:
         row, call = pending.pop()
         origin, made = run.origin_of(row)
         if call is None:
-            found.source = made
+            found.source, found.is_shared = made, run.is_shared(row)
         if origin == "unknown" or (origin == "own" and call is None):
             found.is_proven = False  # overwritten unseen, or nobody knows who made it
         elif origin == "own":
@@ -162,7 +163,9 @@ def _classified(
         if ours.source is None or theirs.source is None:
             return None
         if runs[0].partner[ours.source] == theirs.source:
-            return None  # one value, which was overwritten in between
+            is_other_part = ours.is_shared and theirs.is_shared
+            if not is_other_part:
+                return None  # it was overwritten in between
         return Chain("rewired", (ours.source,), (theirs.source,), named, None, reached)
     own = ours.takes_own or theirs.takes_own
     calls = tuple(sorted(ours.calls)), tuple(sorted(theirs.calls))

@@ -40,6 +40,11 @@ def sentence_of(scene: Scene, chain: Chain) -> str:
     ours = _operators(pairing.baseline, chain.baseline)
     theirs = _operators(pairing.target, chain.target)
     reached = _event(pairing.baseline.batch.key_of(chain.reached[0]))
+    if chain.how == "rewired" and ours == theirs:
+        return (
+            f"The {reached} is another part of what {ours} made than in the baseline; both runs "
+            "have both parts."
+        )
     if chain.how == "rewired":
         return f"The {reached} is made by {ours} in the baseline and by {theirs} in the target."
     if chain.how == "replaced":

@@ -73,12 +73,14 @@ class Producers:
     def origin_of(self, row: int) -> tuple[Origin, int | None]:
         """Where the value of an event comes from, and the result that it is or is a view of."""
         made = self._made_by(row)
-        if self._in_both(row):
+        if self.is_shared(row):
             return "both", made
         if made is None:
             return "own", None
         if self._alone[made] or self._is_overtaken(made):
-            return ("both" if self._in_both(made) else "made"), made
+            if self.is_shared(made):
+                return "both", made
+            return ("made" if self.is_result[made] else "unknown"), made
         if self.partner[made] < 0 or self._differs[made]:
             return "unknown", made
         if self.bits[row] == self.bits[made]:
@@ -98,6 +100,10 @@ class Producers:
         if self.partner[row] == other_row:
             return not self._differs[row]
         return bool(self.bits[row] == self._other.bits[other_row])
+
+    def is_shared(self, row: int) -> bool:
+        """Whether the other run has this value anywhere in the step."""
+        return int(self.bits[row]) in self._other._all_bits
 
     @cached_property
     def bits(self) -> Words:
@@ -123,13 +129,9 @@ class Producers:
 
     def _of_call(self, row: int) -> Bools:
         batch = self.side.batch
-        mine: Bools = np.isin(batch.key, self._names[self.name(row)])
+        mine: Bools = np.isin(batch.key, self._names.get(self.name(row), []))
         mine &= (batch.call == batch.call[row]) & (batch.microbatch == batch.microbatch[row])
         return mine
-
-    def _in_both(self, row: int) -> bool:
-        """Whether the other run has this value anywhere in the step."""
-        return int(self.bits[row]) in self._other._all_bits
 
     def _made_by(self, row: int) -> int | None:
         """The result that an event's value is or is a view of."""
@@ -139,9 +141,10 @@ class Producers:
         written = int(np.searchsorted(batch.seq, batch.producer[row]))
         if written >= row or batch.seq[written] != batch.producer[row]:
             return self._last_result(row)  # it was written in an earlier step
-        # What a function or a kernel hands on, an operator inside of it may have made.
+        # What a module, a function or a kernel hands on, an operator inside of it may have made.
         is_wrapper = str(self.side.batch.key_of(written).operator).startswith(_WRAPPERS)
-        inner = self._last_result(written) if is_wrapper and self._alone[written] else None
+        hands_on = not self.is_result[written] or (is_wrapper and self._alone[written])
+        inner = self._last_result(written) if hands_on else None
         return written if inner is None else inner
 
     def _last_result(self, row: int) -> int | None:
