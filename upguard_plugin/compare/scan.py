@@ -23,7 +23,7 @@ from upguard_plugin.compare.run import Run
 from upguard_plugin.compare.selection import Selection
 from upguard_plugin.compare.sides import Side
 from upguard_plugin.compare.steps import RankSteps
-from upguard_plugin.compare.unused import Memory
+from upguard_plugin.compare.unused import Aside, Memory
 from upguard_plugin.records import LEVELS
 
 Ints = npt.NDArray[np.int64]
@@ -80,7 +80,7 @@ class RankScan:
     findings: tuple[Finding, ...] = ()  # in that step: the first, and what stands beside it
     chosen: Bools | None = None  # in that step: the pairs that were asked for
     structure: tuple[int, Finding] | None = None  # first step and place where boundaries differ
-    unused: dict[str, int] = field(default_factory=dict)  # what differs in vain -> first step
+    unused: dict[Aside, int] = field(default_factory=dict)  # what differs in vain -> first step
     certified: int = 0  # events before the divergence, all equal
     last_equal: tuple[int, int] | None = None  # step and baseline row of the last one
     compared: int = 0
@@ -176,8 +176,8 @@ def _compare_step(
     if noise is not None:
         pairing, chosen = _without_noise(scan, pairing, chosen, noise, step)
     found = find(pairing, chosen, scan.memory)
-    for name in found.unused:
-        scan.unused.setdefault(name, step)
+    for aside in found.unused:
+        scan.unused.setdefault(aside, step)
     if found.structure is not None and scan.structure is None:
         scan.structure = (step, found.structure)
     _count_pairs(scan, step, pairing, chosen, found.divergent)
@@ -254,8 +254,8 @@ def _without_set_up(side: Side, other: Side, rows: Ints) -> Ints:
     if side.batch.step or not other.batch.step:
         return rows
     key, columns = side.key[rows], side.columns
-    of_step: Bools = ~columns.is_collective[key] | (columns.phase[key] != PHASE_NUMBER["start"])
-    return rows[of_step]
+    kept: Ints = rows[~columns.is_collective[key] | (columns.phase[key] != PHASE_NUMBER["start"])]
+    return kept
 
 
 def _count_pairs(
