@@ -72,6 +72,7 @@ BEHIND = [Stretch(2, 14, WEIGHT), Stretch(14, 17, BIAS)]
 FROM_START = [Stretch(0, 12, WEIGHT), Stretch(12, 15, BIAS)]
 
 
+@pytest.mark.parametrize("roles", [[], ["output"]])
 @pytest.mark.parametrize(
     ("fill", "held"),
     [
@@ -91,11 +92,10 @@ FROM_START = [Stretch(0, 12, WEIGHT), Stretch(12, 15, BIAS)]
         (transposed, []),
     ],
 )
-def test_what_a_buffer_holds_follows_the_copies(tmp_path, fill, held):
+def test_what_a_buffer_holds_follows_the_copies(tmp_path, fill, held, roles):
     model = nn.Linear(4, 3)
-    with upguard_plugin.enable(
-        model, None, {"level": "op", "output_dir": str(tmp_path / "run")}
-    ) as g:
+    settings = {"level": "op", "output_dir": str(tmp_path / "run"), "roles": roles}
+    with upguard_plugin.enable(model, None, settings) as g:
         model(torch.ones(2, 4)).sum().backward()
 
         buffer = fill(model.weight.grad, model.bias.grad)

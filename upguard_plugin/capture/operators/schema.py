@@ -109,7 +109,8 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
     # Its results may share memory with any argument, or the others tell whom or where it is for.
     shares = not returns_written if written else any(aliases)
     copies = namespace == "aten" and name in _COPYING
-    any_matters = namespace != "aten" or shares or is_foreach or is_random or copies
+    moves = namespace == "aten" and name in MOVES
+    any_matters = namespace != "aten" or shares or is_foreach or is_random or copies or moves
     return Operator(
         name=f"{namespace}.{name}",
         written=frozenset(written),
@@ -132,7 +133,7 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
         ),
         returns_written=returns_written,
         looked_at=None if any_matters else frozenset(written),
-        moves=namespace == "aten" and name in MOVES,
+        moves=moves,
     )
 
 
