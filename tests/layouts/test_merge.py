@@ -85,6 +85,18 @@ def test_logical_events_stand_in_the_order_of_one_rank():
     assert in_model == sorted(in_model)
 
 
+def test_what_cannot_be_merged_leaves_no_key_behind():
+    """Keys tell what a run records: a gradient that only one side has is judged by them."""
+    runs = split_run(Mesh(), 1), split_run(Mesh(tp=2), 1, drops=[(1, 0, 30)])
+    pair = LogicalPair(Gathering(runs, Alone()), 0, 1)
+    pair.match({0: 0})
+
+    for side in (0, 1):
+        batch = pair.events(side, 0).batch
+        assert set(batch.key.tolist()) == set(range(len(batch.keys)))
+        assert ("fc.weight", "grad") not in {(key.boundary, key.role) for key in batch.keys}
+
+
 def test_a_share_that_is_no_number_makes_the_sum_none_and_is_found():
     """Also if it is not the first rank's."""
     baseline, target = split_run(Mesh(), 1), split_run(Mesh(dp=2), 1)

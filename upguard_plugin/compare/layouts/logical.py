@@ -27,7 +27,7 @@ from upguard_plugin.compare.layouts.taint import Taint
 from upguard_plugin.compare.layouts.units import Units
 from upguard_plugin.compare.run import Array, Run, RunView
 from upguard_plugin.records import EventKey, Layout
-from upguard_plugin.trace.batch import EventBatch, RankEnd, StepEntry
+from upguard_plugin.trace.batch import NONE, EventBatch, RankEnd, StepEntry
 from upguard_plugin.trace.step_table import StepTable
 
 LOGICAL_RANK = 0
@@ -172,7 +172,7 @@ class _Side:
         sketch = None if merged.sketch is None else merged.sketch[rows]
         if sketch is not None and bool(np.isnan(sketch[:, 0]).all()):
             sketch = None
-        key, microbatch, call, sums = self._columns_of(merged)[rows].T.astype(np.int32)
+        key, microbatch, call, sums = self._columns_of(merged, rows).T.astype(np.int32)
         batch = EventBatch(
             step=-1 if entry is None else entry.step,
             iteration=None if entry is None else entry.iteration,
@@ -189,19 +189,22 @@ class _Side:
         )
         return StepEvents(merged, rows, batch, sums)
 
-    def _columns_of(self, merged: LogicalStep) -> Ints:
-        """[events, 4]: key, unit, call and the number of its sums."""
+    def _columns_of(self, merged: LogicalStep, rows: Ints) -> Ints:
+        """[rows, 4]: key, unit, call and the number of its sums.
+
+        Only what is compared has keys in the table: it tells what a run records.
+        """
         plan = merged.plan
         if plan not in self._columns:
-            self._columns[plan] = np.array(
-                [self._columns_in(about) for about in plan.abouts], np.int64
-            ).reshape(-1, 4)
+            self._columns[plan] = np.full((len(plan.abouts), 4), NONE, np.int64)
         columns = self._columns[plan]
+        for row in rows[columns[rows, 0] == NONE].tolist():
+            columns[row] = self._columns_in(plan.abouts[row])
+        found: Ints = columns[rows]
         for share in plan.shares:
-            if merged.abouts[share.event] is share.as_tensor:
-                columns = columns.copy()
-                columns[share.event] = self._columns_in(share.as_tensor)
-        return columns
+            if not merged.has_number[share.event] and share.event in rows:
+                found[rows == share.event] = self._columns_in(share.as_tensor)
+        return found
 
     def _columns_in(self, about: About) -> tuple[int, int, int, int]:
         number = self._numbers.setdefault(about.key, len(self._table))
