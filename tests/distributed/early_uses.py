@@ -8,7 +8,7 @@ twin does the same when it may.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import checked
@@ -221,6 +221,12 @@ def train(model: nn.Module, folder: str, layout: dict[str, int]) -> None:
             guard.step()
 
 
+# Newer torch can give the work of a plain collective to `wait_tensor`.
+waited_for_by_tensor = getattr(
+    functional, "allow_inflight_collective_as_graph_input_ctx", nullcontext
+)
+
+
 def functions(folder: str, level: str) -> None:
     """Functional collectives, whose results wait by themselves, and coalesced ones."""
     world, values = dist.group.WORLD, torch.arange(8.0)
@@ -238,6 +244,11 @@ def functions(folder: str, level: str) -> None:
         dist.all_gather(gathered, values)
         torch.stack(gathered)
         dist.reduce_scatter_tensor(torch.zeros(4), values)
+        with waited_for_by_tensor():
+            work = dist.all_reduce(values, async_op=True)
+        functional.wait_tensor(values)
+        values.sum()
+        work.wait()
         # A backend writes behind the sum too: it divides.
         for size in (8, 1 << 20):
             means = torch.ones(size)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import checked
+import checked_faults
 import pytest
 import torch
 from click.testing import CliRunner
@@ -69,8 +70,8 @@ def test_replicas_that_drift_are_found_where_they_part(
 def test_a_collective_that_goes_wrong_is_found(
     two_ranks: Ranks, tmp_path: Path, kind: str, invariant: str, ranks: list[int]
 ) -> None:
-    two_ranks.run(checked.collective, kind, str(tmp_path / "wrong"), True)
-    two_ranks.run(checked.collective, kind, str(tmp_path / "right"), False)
+    two_ranks.run(checked_faults.collective, kind, str(tmp_path / "wrong"), True)
+    two_ranks.run(checked_faults.collective, kind, str(tmp_path / "right"), False)
 
     broken = {one["invariant"]: one for one in check(tmp_path / "wrong")["broken"]}
     clean = check(tmp_path / "right")
@@ -83,7 +84,7 @@ def test_a_collective_that_goes_wrong_is_found(
 def test_a_send_is_looked_at_again_when_it_is_over(
     two_ranks: Ranks, tmp_path: Path, level: str
 ) -> None:
-    two_ranks.run(checked.message, str(tmp_path / "run"), level)
+    two_ranks.run(checked_faults.message, str(tmp_path / "run"), level)
 
     checks = check(tmp_path / "run")["checked"]
 
@@ -120,8 +121,8 @@ def test_a_distributed_checkpoint_that_is_read_wrong_is_found(
 def test_a_collective_that_one_rank_never_calls_is_reported(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
-    two_ranks.run(checked.left_alone, str(tmp_path / "wrong"), True)
-    two_ranks.run(checked.left_alone, str(tmp_path / "right"), False)
+    two_ranks.run(checked_faults.left_alone, str(tmp_path / "wrong"), True)
+    two_ranks.run(checked_faults.left_alone, str(tmp_path / "right"), False)
 
     broken = check(tmp_path / "wrong")["broken"]
 
@@ -139,8 +140,8 @@ def test_a_collective_that_one_rank_never_calls_is_reported(
 def test_a_part_that_is_lost_in_a_sum_is_found(
     two_ranks: Ranks, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    two_ranks.run(checked.lost_in_the_sum, dtype, str(tmp_path / "wrong"), True)
-    two_ranks.run(checked.lost_in_the_sum, dtype, str(tmp_path / "right"), False)
+    two_ranks.run(checked_faults.lost_in_the_sum, dtype, str(tmp_path / "wrong"), True)
+    two_ranks.run(checked_faults.lost_in_the_sum, dtype, str(tmp_path / "right"), False)
 
     broken = {one["boundary"] for one in check(tmp_path / "wrong")["broken"]}
     clean = check(tmp_path / "right")
@@ -150,22 +151,22 @@ def test_a_part_that_is_lost_in_a_sum_is_found(
 
 
 CASES = {
-    checked.overwritten_bucket: (
+    checked_faults.overwritten_bucket: (
         "inputs-unchanged", 0, "grad_sync", "all_gather[world]", "input", [0],
     ),
-    checked.early_branch: (
+    checked_faults.early_branch: (
         "replicas-agree", 0, "grad_sync", "branch.a.weight", "grad", [0, 1],
     ),
-    checked.forgotten_partial: (
+    checked_faults.forgotten_partial: (
         "replicas-agree", 0, "grad_sync", "gate.weight", "grad", [0, 1],
     ),
-    checked.stale_weights: (
+    checked_faults.stale_weights: (
         "replicas-agree", 1, "forward", "1.weight", "param", [0, 1],
     ),
-    checked.unreduced_amax: (
+    checked_faults.unreduced_amax: (
         "replicas-agree", 0, "backward", "qkv.input_amax", "buffer", [0, 1],
     ),
-    checked.averaged_alone: (
+    checked_faults.averaged_alone: (
         "alone-unchanged", 0, "grad_sync", "reduce_scatter[dp1]", "output", [1],
     ),
 }  # fmt: skip

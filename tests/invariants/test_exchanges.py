@@ -110,3 +110,45 @@ def test_a_message_that_nobody_receives_is_broken():
     )
     late = check([sent, ""], [got, GOT.format(1)])
     assert (late.broken, late.checked["received-is-sent"]) == ([], 2)
+
+
+OUTPUT = "    grad_sync - output all_reduce[dp]/0 y op=all_reduce_sum moment=completion group=0:0\n"
+USE = "    grad_sync - {} all_reduce[dp]/0 -  {} uint8 [0] group=0:-1\n"
+
+
+def used(role: str, operator: str, was_over: float | None, level: str = "op") -> MemoryRun:
+    """An output; and, unless it is None, a use of it before the wait."""
+    text = OUTPUT + ("" if was_over is None else USE.format(role, operator))
+    made = batch(0, events(text))
+    values = np.array([np.nan, was_over][: len(made)], np.float64)
+    return MemoryRun({0: [replace(made, value=values)]}, level=level)
+
+
+READ = "aten.mul reads output 0 of all_reduce[dp] before the program has waited for the collective"
+WRITTEN = "Output 0 of all_reduce[dp] was written while the collective was under way"
+
+
+@pytest.mark.parametrize(
+    ("role", "operator", "was_over", "broken", "suspects"),
+    [
+        ("input", "aten.mul", 0.0, [f"{READ}."], []),
+        ("input", "aten.mul", 1.0, [], [f"{READ}, which happened to be over."]),
+        ("output", "", 0.0, [f"{WRITTEN}."], []),
+        ("input", "", None, [], []),
+    ],
+)
+def test_an_output_that_is_used_before_the_wait_is_broken(
+    role, operator, was_over, broken, suspects
+):
+    report = check_run(used(role, operator, was_over), Selection())
+
+    assert [one.explanation for one in report.broken] == broken
+    assert [one.explanation for one in report.suspects] == suspects
+    assert report.checked["outputs-awaited"] == 1 + len(broken)
+
+
+def test_below_level_op_nobody_says_that_an_output_was_left_alone():
+    report = check_run(used("input", "", None, level="module"), Selection())
+
+    assert "outputs-awaited" not in report.checked
+    assert report.not_applied["outputs-awaited"] == {"level op alone sees who uses an output": 1}

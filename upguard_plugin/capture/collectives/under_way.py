@@ -179,6 +179,13 @@ class UnderWay:
                     self._report(output, output.version_when_over == output.version, write)
             self._remove(flight)
 
+    def waits_for(self, tensor: torch.Tensor) -> None:
+        """The program waits for whatever is under way in a tensor's storage."""
+        if self.touches(tensor):
+            with self._lock:
+                for flight, output in self.outputs.get(tensor.untyped_storage()._cdata, ()):
+                    self._take(flight, output)
+
     def touches(self, tensor: torch.Tensor) -> bool:
         """Whether something is under way in the tensor's storage."""
         return is_tracked(tensor) and tensor.untyped_storage()._cdata in self.outputs

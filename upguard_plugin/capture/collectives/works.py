@@ -103,6 +103,7 @@ class Works:
 
     def tensor_waited(self, tensor: torch.Tensor) -> None:
         """`wait_tensor` has returned for a buffer of a functional collective."""
+        self._under_way.waits_for(tensor)
         if not self._pending:
             return
         address = tensor.untyped_storage().data_ptr()
