@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import upguard_plugin
 from tests.bugs.training import compare
+from upguard_plugin.cli import upguard
 
 Edit = Callable[[Tensor], Tensor]
 NUM_STEPS = 2
@@ -192,6 +195,22 @@ def test_what_computes_the_same_is_structure_and_no_value_is_blamed(clean, tmp_p
     first = found(clean, record(tmp_path / "copied", first=lambda h: h.clone()))
 
     assert (first["kind"], first["change"]) == ("structure", None)
+
+
+def test_the_elements_shown_are_those_of_the_first_pair_that_differs(tmp_path):
+    capture = {"dump": {"boundary": "1", "steps": "0"}}
+    runs = [
+        record(tmp_path / "clean", capture=capture),
+        record(tmp_path / "extra", first=lambda h: h * 1.5, capture=capture),
+    ]
+
+    text = CliRunner().invoke(upguard, ["compare", *map(str, runs)]).output
+
+    (shown,) = [line for line in text.splitlines() if "elements" in line]
+    command = shlex.split(shown)[2:]
+    assert command[-1] == "step 0 forward 1 aten.gelu call 0 input args.0"
+    diff = CliRunner().invoke(upguard, command)
+    assert (diff.exit_code, "all elements" in diff.output) == (0, True), diff.output
 
 
 def test_where_only_a_part_is_recorded_only_what_is_seen_is_claimed(tmp_path):

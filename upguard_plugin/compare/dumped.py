@@ -155,14 +155,10 @@ def show_command(baseline: Run, target: Run, found: Divergence | None) -> str | 
     """The command that shows the elements of a divergence, if both runs kept them."""
     if found is None:
         return None
-    words = [
-        f"step {found.step}",
-        found.phase,
-        found.boundary,
-        found.operator,
-        f"call {found.call}",
-    ]
-    words += [found.role, found.slot, found.moment]
+    # An operator that only one run has is no pair: the first pair that differs is shown.
+    seen = found if found.change is None else found.change.reached
+    words = [f"step {seen.step}", seen.phase, seen.boundary, seen.operator, f"call {seen.call}"]
+    words += [seen.role, seen.slot, found.moment if seen is found else None]
     text = " ".join(word for word in words if word is not None)
     rank = found.ranks[0] if found.ranks else 0
     pairs = _chosen_pairs(baseline, target, Selection(), EventName.parse(f"rank {rank} {text}"))

@@ -51,8 +51,8 @@ class NodePlaces:
         self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
 
     def note_node(self, node: torch.autograd.graph.Node, place: Place) -> None:
-        """Remember the place of a node made by code in which no operator was seen."""
-        self._places.setdefault(node._sequence_nr(), place)
+        """Remember the place of a node whose maker is known, whatever was called inside of it."""
+        self._places[node._sequence_nr()] = place
 
     def of(self, node: torch.autograd.graph.Node) -> Place | None:
         """The place whose backward the node is; None if its forward was not seen."""
