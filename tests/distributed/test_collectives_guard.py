@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from memory_trace import store
 from ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -78,6 +80,44 @@ def test_twin_runs_have_equal_digests(two_ranks: Ranks, tmp_path: Path, kind: st
     runs = [_digests(tmp_path / str(k)) for k in range(num_runs)]
     assert [len(steps) for steps in runs[0].values()] == [STEPS, STEPS]
     assert [run == runs[0] for run in runs] == [True] * num_runs
+
+
+class Summed(nn.Module):
+    """Returns what is summed over the ranks, before it is."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.num_calls = name, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key = f"{self.name} {self.num_calls}"
+        self.num_calls += 1
+        if dist.get_rank() == 1:
+            store().wait([key])
+        result = functional.all_reduce(x, "sum", dist.group.WORLD)
+        if dist.get_rank() == 0:
+            store().set(key, "rank 1 may come")
+        return result
+
+
+def sum_often(folder: str, level: str) -> float:
+    model = nn.Sequential(Summed(folder))
+    config = {"output_dir": folder, "level": level}
+    total = 0.0
+    with upguard_plugin.enable(model, None, config, layout={}) as guard:
+        for _ in range(30):
+            total += float(model(torch.ones(4096)).sum())
+            guard.step()
+    return total
+
+
+@pytest.mark.parametrize("level", ["module", "op"])
+def test_a_module_may_return_what_is_still_under_way(
+    two_ranks: Ranks, tmp_path: Path, level: str
+) -> None:
+    """Its event has to wait for the collective, and the collective's end is an event too."""
+    assert two_ranks.run(sum_often, str(tmp_path / "run"), level) == [30 * 2.0 * 4096] * 2
+    assert all(open_trace(tmp_path / "run").end(rank).complete for rank in (0, 1))
 
 
 @pytest.mark.parametrize("level", ["stage", "module", "op"])

@@ -23,6 +23,7 @@ from upguard_plugin.capture.storages import Storage
 from upguard_plugin.capture.tensors import as_bytes
 from upguard_plugin.capture.writing import Writer
 from upguard_plugin.errors import UnsupportedTensorError
+from upguard_plugin.fingerprint.parts import wait_for
 from upguard_plugin.records import Group, Placement, Source, Stretch
 from upguard_plugin.trace.batch import NONE
 
@@ -68,6 +69,7 @@ class Recorder(Recording):
             boundary, phase, role, slot, tensor.dtype, tensor.shape,
             operator, moment, placement, group, op, source, holds,
         )  # fmt: skip
+        wait_for(tensor)
         with self._lock:
             seq = self.record_as(
                 self._rows.key_of(parts), tensor, placement, microbatch, call, producer, same_as
@@ -107,6 +109,7 @@ class Recorder(Recording):
         """
         if key == NONE:
             return NONE
+        wait_for(tensor)
         with self._lock:
             rows = self._rows
             if same_as != NONE and same_as >= rows.first_seq:
@@ -171,9 +174,10 @@ class Recorder(Recording):
             self.note(f"a tensor of {ticket.boundary} was not recorded: {error.sentence}")
             self._deferred.cancel(ticket)
             return
-        with self._lock:
-            if self._dumps.active and ticket.step is None:  # else its step is written already
-                self._dumps.keep(self._rows.first_seq + ticket.row, ticket.boundary, tensor)
+        if self._dumps.active:
+            with self._lock:
+                if ticket.step is None:  # else its step is written already
+                    self._dumps.keep(self._rows.first_seq + ticket.row, ticket.boundary, tensor)
 
     def cancel(self, ticket: Ticket) -> None:
         """Say that a reserved event will never have its tensor; a note in the trace names it."""
@@ -195,6 +199,8 @@ class Recorder(Recording):
         phase = phase or self.position.phase
         if role in self._left_out or phase in self.phases_left_out:
             return
+        for _, tensor, _ in entries:
+            wait_for(tensor)
         with self._lock:
             slots = self._slots.of_many(entries, phase)
             for (boundary, tensor, placement), taken in zip(entries, slots, strict=True):

@@ -92,6 +92,17 @@ def _open_subclass(tensor: Tensor, placement: Placement | None) -> tuple[Part, .
     return _number([Part(getattr(tensor, name)) for name in names])
 
 
+def wait_for(tensor: Tensor) -> None:
+    """Wait for a collective whose result waits by itself when it is used; for nothing else.
+
+    To be called before a lock is taken that the end of a collective may need.
+    """
+    if type(tensor) not in PLAIN_TYPES:
+        held = getattr(tensor, "_local_tensor", tensor)
+        if isinstance(held, AsyncCollectiveTensor):
+            held.wait()
+
+
 def is_composite(tensor: Tensor) -> bool:
     """Whether a tensor is made of several, which no one placement describes."""
     return type(tensor) not in PLAIN_TYPES and bool(_names_of_parts(tensor))
