@@ -125,6 +125,7 @@ class Guard:
         """
         own = placement_of(tensor)
         if own is None and is_composite(tensor):
+            self.placements.rule_of(boundary)  # it names something all the same
             return None
         return self.placements.of(boundary, role, slot, tensor.shape) if own is None else own
 

@@ -182,13 +182,19 @@ class Placements:
         flat = f"{view.strip()} | flat[{cut.axis}@{cut.start}:{cut.end}] {at}{mesh}".strip()
         return self._fitted(flat, boundary, shape, cut.whole_shape)
 
-    def _spec(self, boundary: str, role: str, slot: str) -> str | None:
+    def rule_of(self, boundary: str) -> str | None:
+        """The name or glob of the user's rule for a boundary, which is not idle then."""
         name = boundary if boundary in self._rules else None
         if name is None:
             name = next((glob for glob in self._rules if fnmatchcase(boundary, glob)), None)
+        if name is not None:
+            self._used.add(name)
+        return name
+
+    def _spec(self, boundary: str, role: str, slot: str) -> str | None:
+        name = self.rule_of(boundary)
         if name is None:
             return None
-        self._used.add(name)
         rule = self._rules[name]
         if isinstance(rule, str):
             return None if role in _GRADIENTS else rule

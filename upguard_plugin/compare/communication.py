@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from upguard_plugin.compare.evidence import (
     Scene,
+    equal_producer,
     has_local_gradients,
     is_result_dropped,
     is_stale,
     lacking,
-    overwritten_producer,
     pairs_of,
 )
 from upguard_plugin.compare.keys import is_collective
@@ -59,7 +59,7 @@ def _held_otherwise(scene: Scene) -> str | None:
     if not ours or not theirs or ours == theirs:
         return None
     # What the baseline put there was put there in the target too.
-    verb = "was overwritten by" if overwritten_producer(scene) is not None else "holds"
+    verb = "was overwritten by" if equal_producer(scene) is not None else "holds"
     return (
         f"at {scene.key.moment}: its buffer holds {_names(ours)} in the baseline, and {verb} "
         f"{_names(theirs)} in the target"

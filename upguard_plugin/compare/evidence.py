@@ -97,8 +97,8 @@ def inputs_equal_of(scene: Scene) -> bool | None:
     return True if not is_call or operands_agree(pairing, row, int(theirs or 0)) else None
 
 
-def overwritten_producer(scene: Scene) -> int | None:
-    """The baseline row of the event that wrote an input last, if it is equal in both runs."""
+def equal_producer(scene: Scene) -> int | None:
+    """The pair of the event that wrote the baseline's input last, if it is equal in both runs."""
     key, pairing, row = scene.key, scene.pairing, scene.finding.baseline_row
     producers = pairing.baseline.batch.producer
     if key.role != "input" or row is None or producers is None or producers[row] < 0:
@@ -108,13 +108,20 @@ def overwritten_producer(scene: Scene) -> int | None:
     if written >= len(seq) or seq[written] != producers[row]:
         return None
     pair = np.flatnonzero(pairing.baseline_rows == written)
-    if not len(pair) or pairing.differs[pair[0]] or scene.finding.target_row is None:
+    return int(pair[0]) if len(pair) and not pairing.differs[pair[0]] else None
+
+
+def overwritten_producer(scene: Scene) -> int | None:
+    """The baseline row of the event that wrote an input last, if both runs have it, equal.
+
+    In both: an input that something else wrote in the target was not overwritten unseen.
+    """
+    pair, pairing, row = equal_producer(scene), scene.pairing, scene.finding.target_row
+    if pair is None or row is None:
         return None
-    # In the target it was made by the same event: one that only the target has is no overwriting.
-    theirs = pairing.target.batch
-    made = pairing.target_rows[pair[0]]
-    same = theirs.producer is None or theirs.producer[scene.finding.target_row] == theirs.seq[made]
-    return written if same else None
+    theirs, made = pairing.target.batch, pairing.target_rows[pair]
+    same = theirs.producer is None or theirs.producer[row] == theirs.seq[made]
+    return int(pairing.baseline_rows[pair]) if same else None
 
 
 def draws_of(scene: Scene) -> Literal["equal", "other", "one side", "none", "unknown"]:
