@@ -38,6 +38,7 @@ class OperatorEvent:
     moment: str | None
     h: int
     producer: str | None  # operator of the event that wrote it
+    shape: tuple[int, ...]
 
 
 def train(
@@ -81,7 +82,7 @@ def events_of(run: Path, step: int = 0) -> list[OperatorEvent]:
         found.append(
             OperatorEvent(
                 key.phase, key.boundary, key.operator, int(batch.call[row]), key.role, key.slot,
-                key.moment, int(batch.h[row]), producer,
+                key.moment, int(batch.h[row]), producer, key.shape,
             )
         )  # fmt: skip
     return found

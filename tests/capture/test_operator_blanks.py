@@ -83,6 +83,50 @@ def test_a_copy_of_memory_that_nobody_wrote_is_none_either(tmp_path):
     assert (read.h, read.producer) == (copies[1].h, "aten.copy_")
 
 
+def read_by(run: Path, operator: str) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(role, slot, shape) of the events of an operator outside of modules."""
+    events = [e for e in events_of(run) if (e.operator, e.boundary) == (operator, "(outside)")]
+    return [(e.role, e.slot, e.shape) for e in events]
+
+
+def test_what_is_joined_with_memory_that_nobody_wrote_is_a_value_where_it_was_one(tmp_path):
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        padded = torch.cat([x.flatten(), torch.empty(8)])
+        padded.sin()  # reads the padding
+        padded[:8].cos()
+        padded[6:10].tan()
+        torch.stack([x, torch.empty_like(x)], 2).exp()  # no part lies in one piece
+        return model(torch.cat([x, x]))
+
+    run = train(tmp_path / "run", nn.Linear(4, 4), forward=forward)
+
+    joined = read_by(run, "aten.cat")
+    assert [shape for role, _, shape in joined if role == "output"] == [(4, 4)]
+    assert [role for role, _, _ in read_by(run, "aten.sin")] == ["output"]
+    assert [(role, shape) for role, _, shape in read_by(run, "aten.cos")] == [
+        ("input", (8,)),
+        ("output", (8,)),
+    ]
+    assert [role for role, _, _ in read_by(run, "aten.tan")] == ["output"]
+    assert [role for role, _, _ in read_by(run, "aten.exp")] == ["output"]
+
+
+def test_a_blank_copy_makes_a_part_of_a_buffer_blank(tmp_path):
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        buffer = torch.zeros(4, 4)
+        buffer[2:].copy_(torch.empty(2, 4))
+        buffer[:2].cos()
+        buffer[1:].sin()
+        buffer[2:].copy_(x)
+        return model(buffer.tan())
+
+    run = train(tmp_path / "run", nn.Linear(4, 4), forward=forward)
+
+    assert [role for role, _, _ in read_by(run, "aten.cos")] == ["input", "output"]
+    assert [role for role, _, _ in read_by(run, "aten.sin")] == ["output"]
+    assert [role for role, _, _ in read_by(run, "aten.tan")] == ["input", "output"]
+
+
 @pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc fills memory")
 def test_no_operator_of_torch_returns_memory_that_nobody_wrote():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Operators whose result, or destination, has the elements of their arguments one after the other.
 MOVES = frozenset({"cat", "stack", "clone", "_to_copy", "div", "mul", "copy_", "_foreach_copy_"})
-_JOINS = ("aten.cat", "aten.stack")
+JOINS = ("aten.cat", "aten.stack")
 
 
 def name_whole(storages: Storages, tensor: Tensor, name: str) -> None:
@@ -66,7 +66,7 @@ def follow(storages: Storages, name: str, arguments: Sequence[Argument], result:
         _copied(storages, into.tensor, into.storage, [argument.tensor for argument in given])
     elif isinstance(result, Tensor):
         sources = [a.tensor for a in arguments if a.key == 0]
-        if name not in _JOINS or _joined_outermost(result, sources):
+        if name not in JOINS or joined_outermost(result, sources):
             _copied(storages, result, storages.find(result), sources)
 
 
@@ -76,7 +76,7 @@ def overwritten(argument: Argument) -> None:
         _put(argument.storage, argument.tensor, ())
 
 
-def _joined_outermost(result: Tensor, sources: Sequence[Tensor]) -> bool:
+def joined_outermost(result: Tensor, sources: Sequence[Tensor]) -> bool:
     """Whether the sources lie behind each other: they were not joined in an inner dim."""
     rows = sum(source.shape[0] if source.dim() == result.dim() else 1 for source in sources)
     return result.dim() > 0 and result.shape[0] == rows

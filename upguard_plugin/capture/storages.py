@@ -118,6 +118,11 @@ class Storage:
         self._first, self._writer, self._writers = NONE, NONE, None
         self._blank, self._filled = ((0, self.size - 1),), 0
 
+    def blank(self, extent: Extent) -> None:
+        """These bytes, too, are whatever memory held before."""
+        if extent not in self._blank:
+            self._blank = (*self._blank, extent)
+
     def forget_held(self, tensor: torch.Tensor) -> None:
         """What the bytes that the tensor reaches were is not known any more."""
         if not self.holds:

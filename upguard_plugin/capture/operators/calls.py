@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from upguard_plugin.capture import contents
 from upguard_plugin.capture.collectives.under_way import UnderWay
 from upguard_plugin.capture.extents import extent_of
+from upguard_plugin.capture.operators import blanks
 from upguard_plugin.capture.operators.arguments import Argument, tensors_given, tensors_returned
 from upguard_plugin.capture.operators.early import look_for_use
 from upguard_plugin.capture.operators.locator import Locator
@@ -159,9 +160,9 @@ class OperatorCalls:
         """Record what the operator wrote, then what it returned."""
         operator, arguments = running.operator, running.arguments
         if operator.makes_uninitialised:
-            self._made_blank(arguments, result)
+            blanks.made(self.storages, arguments, result)
             return
-        if operator.copies and self._copied_blank(arguments, result):
+        if operator.copies and blanks.copied(self.storages, operator.name, arguments, result):
             return
         if operator.moves:
             contents.follow(self.storages, operator.name, arguments, result)
@@ -203,32 +204,6 @@ class OperatorCalls:
         self.storages.writing(storage, tensor, running.phase, moment is not None)
         writer = self._record(running, argument, "output", moment)
         storage.note_writer(extent_of(tensor), writer)
-
-    def _made_blank(self, arguments: list[Argument], result: Any) -> None:
-        """The result of an operator that allocates and does not write."""
-        for argument in arguments:
-            if argument.storage is not None and argument.tensor is result:  # resize_
-                before = argument.storage.size
-                self.storages.of(result).grow_blank(before)
-                return
-        for returned in tensors_returned(result):
-            storage = self.storages.find(returned.tensor)
-            if storage is not None:
-                storage.make_blank()
-
-    def _copied_blank(self, arguments: list[Argument], result: Any) -> bool:
-        """Whether an operator copied memory that nobody wrote: what it made is none of the run."""
-        source = arguments[-1]
-        if source.storage is None or source.storage.has_value(source.tensor):
-            return False
-        if len(arguments) > 1:  # into memory that is there
-            if arguments[0].storage is not None:
-                arguments[0].storage.forget()
-        else:
-            copy = self.storages.find(result)
-            if copy is not None:
-                copy.make_blank()
-        return True
 
     def _running(
         self, operator: Operator, place: Place, phase: str, arguments: list[Argument]

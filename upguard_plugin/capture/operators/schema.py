@@ -23,8 +23,8 @@ _OVERWRITING = {
     "copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "exponential_", "log_normal_",
     "cauchy_", "geometric_", "eye_", "_foreach_copy_", "_foreach_zero_",
 }  # fmt: skip
-# Their last argument is copied as it is: what nobody wrote is no value behind them either.
-_COPYING = {"copy_", "clone", "_to_copy"}
+# Their last argument, or the list they get, is copied as it is: what nobody wrote stays no value.
+_COPYING = {"copy_", "clone", "_to_copy", "cat", "stack"}
 # They compute nothing of the run: bookkeeping of the profiler and of autograd.
 _UNOBSERVED_NAMESPACES = {"profiler", "prim", "prims"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -62,7 +62,7 @@ class Operator:
     name: str  # "aten.addmm"
     written: frozenset[int | str]  # positions of arguments it writes, or names of keyword-only ones
     overwrites: bool  # what was in the memory it writes plays no part
-    copies: bool  # what it writes or returns has the value of its last argument
+    copies: bool  # what it writes or returns has the value of its last argument, or of a list
     is_view: bool  # its results are other looks at its arguments
     is_random: bool  # it draws from a generator
     is_foreach: bool  # element i of each list argument belongs together
