@@ -66,12 +66,16 @@ class Storage:
     _filled: int = 0  # bytes that strided writes put among the blank ones
     holds: Sequence[Held] = ()  # whose elements its bytes are; kept by contents.py
 
+    # Held by the class: when Python ends, modules are emptied before the last entry goes.
+    _free_weak_ref = staticmethod(torch.UntypedStorage._free_weak_ref)
+    _expired = staticmethod(torch.UntypedStorage._expired)
+
     def __del__(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self.weak)
+        self._free_weak_ref(self.weak)
 
     def is_gone(self) -> bool:
         """Whether nobody holds the storage any more."""
-        return bool(torch.UntypedStorage._expired(self.weak))
+        return bool(self._expired(self.weak))
 
     def look(self, tensor: torch.Tensor) -> Hashable:
         """As `extents.look`; its dtype if its bytes are those of the storage, one by one."""
