@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.bugs.faults import CorruptedCalls, Corruption
-from tests.bugs.gpt import GPT
 from tests.bugs.training import compare, record
 from upguard_plugin.records import EventKey
 from upguard_plugin.trace.reader import open_trace
@@ -44,8 +43,8 @@ class Result:
         return {field: own.get(field, getattr(self.key, field, None)) for field in FIELDS}
 
 
-def results_of(run: Path) -> list[Result]:
-    """What torch's operators returned or wrote in a training step, in program order."""
+def results_of(run: Path, phases: frozenset[str] = TRAINING) -> list[Result]:
+    """What torch's operators returned or wrote in these phases, in program order."""
     trace = open_trace(run)
     found: list[Result] = []
     calls: Counter[str] = Counter()
@@ -60,14 +59,14 @@ def results_of(run: Path) -> list[Result]:
                 current, slots = key.operator, set()
                 calls[current] += 1
             slots.add(key.slot)
-            if key.phase in TRAINING:
+            if key.phase in phases:
                 found.append(Result(entry.step, key, int(batch.call[row]), calls[current] - 1))
     return found
 
 
 def drawn(results: Iterable[Result], draw: random.Random, how: str) -> Result:
     """One of the results that can be corrupted in this way."""
-    fit = [one for one in results if _can(how, one.key)]
+    fit = [one for one in results if can_be(how, one.key)]
     for choose in (_part, lambda one: one.key.operator):
         kept = draw.choice(sorted({choose(one) for one in fit}))
         fit = [one for one in fit if choose(one) == kept]
@@ -78,7 +77,8 @@ def _part(result: Result) -> int:
     return next(n for n, phases in enumerate(PHASES) if result.key.phase in phases)
 
 
-def _can(how: str, key: EventKey) -> bool:
+def can_be(how: str, key: EventKey) -> bool:
+    """Whether a training goes on with such a result corrupted in this way."""
     if how != "sign":
         return True
     # AdamW stops at a negative number of steps, an embedding at a negative index.
@@ -92,11 +92,11 @@ class Restart:
         self._kept: list[Tensor] = []
 
     @torch.no_grad()
-    def __call__(self, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         if step == 0:
             return
         states = [tensor for state in optimizer.state.values() for tensor in state.values()]
-        live = [*model.parameters(), *states]
+        live = [*model.parameters(), *model.buffers(), *states]
         if step == 1:
             self._kept = [tensor.clone() for tensor in live]
         for tensor, kept in zip(live, self._kept, strict=True):

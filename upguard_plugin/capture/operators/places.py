@@ -48,7 +48,11 @@ class NodePlaces:
     def note(self, place: Place) -> None:
         """Remember the place of the operator that is running in forward."""
         # Operators without a node leave the counter alone: the first one with that number made it.
-        self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+        number, places = torch._C._autograd._get_sequence_nr() - 1, self._places
+        if number not in places:
+            if places:  # `mul_` has been numbered before the `clone` of what it saves, seen first
+                places.setdefault(number - 1, place)
+            places[number] = place
 
     def note_node(self, node: torch.autograd.graph.Node, place: Place) -> None:
         """Remember the place of a node whose maker is known, whatever was called inside of it."""
