@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from tests.bugs.training import Deed, compare, found, record
 
 SMALL = {"num_layers": 1, "width": 16, "num_heads": 2, "vocabulary": 32, "length": 8}
+WIDE = SMALL | {"width": 64, "length": 32}
 
 
 def by_numpy(tensor: torch.Tensor) -> None:
@@ -20,6 +22,13 @@ def by_numpy(tensor: torch.Tensor) -> None:
 def by_address(tensor: torch.Tensor) -> None:
     element = ctypes.c_float.from_address(tensor.data_ptr() + 20)
     element.value += 1
+
+
+def by_kernel(tensor: torch.Tensor) -> None:
+    """As a C++ extension does it: it takes the tensor, and the address without a word to Python."""
+    address = torch._C.TensorBase.data_ptr(tensor)
+    memory = (ctypes.c_float * tensor.numel()).from_address(address)
+    np.ctypeslib.as_array(memory)[:] *= 2
 
 
 def overwriting(write: Callable[[torch.Tensor], None]) -> Deed:
@@ -38,12 +47,25 @@ def clean(tmp_path_factory):
     return record(tmp_path_factory.mktemp("clean") / "clean", level="op", **SMALL)
 
 
-@pytest.mark.parametrize("write", [by_numpy, by_address])
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Its activations are longer than what is hashed each time that it is read."""
+    return record(tmp_path_factory.mktemp("wide") / "wide", level="op", **WIDE)
+
+
+@pytest.mark.parametrize("write", [by_numpy, by_address, by_kernel])
 def test_a_write_that_bypasses_torch_is_an_overwritten_tensor(clean, tmp_path, write):
     faulty = record(tmp_path / "faulty", level="op", before_step=overwriting(write), **SMALL)
+    assert_overwritten(compare(clean, faulty))
 
-    verdict = compare(clean, faulty)
 
+@pytest.mark.parametrize("write", [by_numpy, by_address, by_kernel])
+def test_so_is_one_of_a_long_tensor(wide, tmp_path, write):
+    faulty = record(tmp_path / "faulty", level="op", before_step=overwriting(write), **WIDE)
+    assert_overwritten(compare(wide, faulty))
+
+
+def assert_overwritten(verdict: dict) -> None:
     assert found(verdict, "step", "phase", "boundary", "role") == (
         1, "forward", "blocks.0.mlp.fc2", "input",
     )  # fmt: skip
