@@ -75,6 +75,7 @@ class Operator:
     returns_written: bool  # its results are arguments that it wrote, nothing else
     looked_at: frozenset[int | str] | None  # arguments to follow if none is recorded; None: all
     moves: bool = False  # it puts elements elsewhere, in their order
+    reshapes: bool = False  # it writes how a tensor lies in memory, not the memory
 
     @property
     def has_effects(self) -> bool:
@@ -134,6 +135,7 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
         returns_written=returns_written,
         looked_at=None if any_matters else frozenset(written),
         moves=moves,
+        reshapes=torch.Tag.inplace_view in overload.tags,
     )
 
 
