@@ -3,7 +3,7 @@
 In:  the models given to `enable`.
 Out: which elements of each parameter a rank keeps, as placements over an axis `dp`.
 
-With `use_orig_params=False` a rank has one flat tensor, whose parts nobody knows by name.
+With `use_orig_params=False` a rank has one flat tensor, a part of the whole with its padding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FlatShards(Placements):
         if role not in STATE_ROLES or number not in self._parts:
             return super()._find(boundary, role, slot, shape)
         part = self._parts[number]
-        if part is None or (not shape and role != "optimizer_state"):  # no gradient: no element
+        if not shape and role != "optimizer_state":  # there is no gradient, as of no element
             return None
         if tuple(shape) == (part.end - part.start,):
             return self._of_slice(boundary, part, shape)
@@ -48,8 +48,8 @@ class FlatShards(Placements):
 
 def _parts(
     models: nn.Module | Sequence[nn.Module],
-) -> Iterator[tuple[torch.Tensor, Slice | None]]:
-    """The parameters of which each rank keeps a part, with this rank's; None: nobody knows."""
+) -> Iterator[tuple[torch.Tensor, Slice]]:
+    """The parameters of which each rank keeps a part, with this rank's."""
     module = sys.modules.get(_MODULE)
     if module is None:
         return
@@ -59,7 +59,9 @@ def _parts(
             if handle is None or not handle.uses_sharded_strategy:
                 continue
             flat = handle.flat_param
-            yield flat, None
+            size = flat._sharded_size.numel()
+            end = (handle.rank + 1) * size
+            yield flat, Slice(end - size, end, (handle.world_size * size,))
             for parameter, kept, shape in zip(
                 flat._params or (), flat._shard_param_infos, flat._shapes, strict=False
             ):

@@ -37,8 +37,8 @@ def wrapped(kind: str) -> tuple[nn.Module, Mapping[str, Any]]:
     if kind == "ddp":
         return DistributedDataParallel(model, bucket_cap_mb=0.005), {"dp": dist.get_world_size()}
     model[1] = nn.LayerNorm(32)  # FSDP does not take buffers apart
-    if kind == "fsdp1":
-        cpu = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    if kind.startswith("fsdp1"):
+        cpu = {"device_id": torch.device("cpu"), "use_orig_params": kind != "fsdp1 flat"}
         model[0] = FullyShardedDataParallel(model[0], **cpu)
         return FullyShardedDataParallel(model, **cpu), {"dp": dist.get_world_size()}
     mesh = None
