@@ -167,7 +167,7 @@ def recording(
 
 def spoil_weight(module: nn.Module, args: Any) -> None:
     """Behind the back of all that gathers it."""
-    flip_a_bit(module.weight.detach())
+    flip_a_bit(module.weight.data)
 
 
 def flip_a_bit(tensor: Tensor) -> None:
