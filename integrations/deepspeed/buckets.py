@@ -18,6 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from upguard_plugin.capture.clipping import Replacement
+from upguard_plugin.capture.extents import address_of
 from upguard_plugin.capture.guard import Guard
 from upguard_plugin.integrations.deepspeed.shards import Shards
 from upguard_plugin.records import Piece, Placement
@@ -92,7 +93,7 @@ class Buffers:
             return None
         group = getattr(parameters[0], "ds_process_group", None)
         world, rank = _size_and_rank(group)
-        alone = [p for p in parameters if p.ds_tensor.data_ptr() == tensor.data_ptr()]
+        alone = [p for p in parameters if address_of(p.ds_tensor) == address_of(tensor)]
         self._single = alone[0] if alone else self._single
         for candidates in (parameters, [self._single] if self._single is not None else []):
             part = sum(p.ds_tensor.ds_numel for p in candidates)
@@ -169,8 +170,8 @@ def _gradient(parameter: Any) -> Tensor | None:
 def _is_inside(tensor: Tensor, buffer: Tensor) -> bool:
     if tensor.dtype != buffer.dtype or tensor.numel() == 0:
         return False
-    start = buffer.data_ptr()
-    return start <= tensor.data_ptr() < start + buffer.numel() * buffer.element_size()
+    start = address_of(buffer)
+    return start <= address_of(tensor) < start + buffer.numel() * buffer.element_size()
 
 
 def _size_and_rank(group: Any) -> tuple[int, int]:

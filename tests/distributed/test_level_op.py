@@ -88,3 +88,24 @@ def test_operators_of_forward_backward_and_optimizer_are_there(runs, kind):
         ("forward", "aten.gelu", "2"),
     } <= seen  # fmt: skip
     assert any(key.phase == "optimizer" and key.boundary == "0.weight" for key in keys)
+
+
+def operators_of_a_reduce_scatter(folder: str) -> list[str]:
+    """The operators, in the order of a trace, of a collective that gloo finishes with a copy."""
+    model = nn.Linear(2, 2)
+    config = {"level": "op", "output_dir": folder}
+    with upguard_plugin.enable(model, None, config) as guard:
+        given, result = torch.ones(4), torch.empty(2)
+        dist.reduce_scatter_tensor(result, given)
+        result.cos()
+        guard.step()
+    dist.barrier()
+    batch: Any = open_trace(Path(folder)).read(dist.get_rank(), 0)
+    operators = [batch.key_of(row).operator for row in range(len(batch))]
+    return [name for name in operators if name in ("aten.copy_", "aten.cos") or "c10d" in str(name)]
+
+
+def test_what_a_backend_runs_to_finish_a_collective_is_no_event(two_ranks, tmp_path):
+    (operators, _) = two_ranks.run(operators_of_a_reduce_scatter, str(tmp_path / "run"))
+
+    assert operators == ["c10d._reduce_scatter_base_"] * 3 + ["aten.cos"] * 2

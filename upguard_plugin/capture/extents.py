@@ -7,6 +7,8 @@ from collections.abc import Hashable
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from upguard_plugin.fingerprint.parts import data_ptr
+
 Extent = tuple[int, int]  # first and last byte that a tensor reaches in its storage
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -18,6 +20,11 @@ def is_tracked(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN or not (
         is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "fake_mode")
     )
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where its first element lies. Nobody is handed the address: its memory stays trusted."""
+    return int(data_ptr(tensor))
 
 
 def extent_of(tensor: torch.Tensor) -> Extent:

@@ -1,0 +1,21 @@
+"""What malloc hands out, filled with a byte of one's choice: two fillings show who reads it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import platform
+
+FILLS = (0x40, 0x3F)  # as fp32 3.0 and 0.7, as bf16 likewise: nothing that overflows
+IS_GLIBC = platform.libc_ver()[0] == "glibc"
+_M_PERTURB = -6  # of glibc's mallopt
+
+
+def fill_memory(byte: int | None) -> None:
+    """From now on new memory is filled with this byte, freed memory with its complement.
+
+    None: neither is.
+    """
+    gc.collect()  # what dies later would write into the memory of the next run
+    perturbed = 0 if byte is None else byte ^ 0xFF
+    assert ctypes.CDLL(None).mallopt(_M_PERTURB, perturbed) == 1
