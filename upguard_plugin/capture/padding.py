@@ -98,6 +98,16 @@ def tell_placed(storages: Storages, flat: Tensor, placement: Placement) -> None:
         make_blank(storages, storage, flat, _between(values, flat.numel()))
 
 
+def keep_freed(storages: Storages, tensor: Tensor) -> None:
+    """Say of a tensor with memory that nobody wrote that it is kept for its graph alone.
+
+    What operators make of it element by element is no value either.
+    """
+    storage = storages.find(tensor)
+    if storage is not None and not storage.has_value(tensor):
+        storage.pads = storages.have_padding = True
+
+
 def _between(values: Sequence[tuple[int, int]], num_elements: int) -> Elements:
     """The elements that are in none of these stretches."""
     ends = (0, *(stop for _, stop in values))
