@@ -123,8 +123,8 @@ class ScheduleProbe:
     def _before_backward(self, output: Any) -> None:
         storages = self.recorder.storages
         for freed in _tensors(output) if storages else ():
-            # A stage frees what it has sent and keeps the graph. The last one scales the scalar that
-            # is left of its loss, which nobody reads.
+            # A stage frees what it has sent and keeps the graph. The last one scales what is left
+            # of its loss, which nobody reads.
             keep_freed(storages, freed)
         numbers = {self._microbatches.pop(t) for t in _tensors(output) if t in self._microbatches}
         if len(numbers) != 1:

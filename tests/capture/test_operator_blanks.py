@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,6 +192,39 @@ def test_what_is_computed_from_memory_that_nobody_wrote_at_all_is_a_value(tmp_pa
     run = train(tmp_path / "run", nn.Linear(4, 4), forward=forward)
 
     assert values_of(run, "aten.maximum") == [("input", "args.1", None), ("output", "out", None)]
+
+
+class AddsItself(torch.autograd.Function):
+    """Its backward adds to the weight's accumulator and returns a stand-in, as Megatron's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        if hasattr(weight, "main_grad"):
+            weight.main_grad.add_(x * grad)
+            weight.grad_added_to_main_grad = True
+        return weight * grad, torch.empty_like(weight)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_stand_in_for_a_gradient_is_no_value(tmp_path, adds):
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        weight = nn.Parameter(torch.ones(2, 4))
+        if adds:
+            weight.main_grad = torch.zeros(2, 4)
+        return model(AddsItself.apply(x.requires_grad_(), weight))
+
+    run = train(tmp_path / "run", nn.Linear(4, 4), forward=forward)
+
+    made = {e.slot for e in events_of(run) if (e.operator, e.phase, e.role) == (
+        "autograd.AddsItself", "backward", "output"
+    )}  # fmt: skip
+    assert made == ({"out.0"} if adds else {"out.0", "out.1"})
 
 
 @pytest.mark.long

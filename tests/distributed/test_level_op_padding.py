@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_training import Training, block, make_engine, run_steps
-from memory_fill import FILLS, IS_GLIBC, fill_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.memory_fill import FILLS, IS_GLIBC, fill_memory
 from upguard_plugin.compare.runs import compare_runs
 from upguard_plugin.trace.reader import open_trace
 from upguard_plugin.verdict import Verdict

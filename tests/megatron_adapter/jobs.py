@@ -43,6 +43,7 @@ class Job:
     untied: bool = True
     evaluate: bool = False
     level: str | None = "module"  # None: without capture
+    fill: int | None = None  # of memory that malloc hands out
     fault: str = ""
     fault_step: int = FAULT_STEP
     smoothing: bool = False  # of labels

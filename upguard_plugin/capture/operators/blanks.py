@@ -45,6 +45,7 @@ class Blank:
         )
 
 
+_ADDED = "grad_added_to_main_grad"
 _VAGUE = Blank(is_vague=True)
 
 
@@ -78,6 +79,21 @@ def left_by(
         if elements:
             parts.append((argument.element, argument.tensor.shape, elements))
     return Blank(tuple(parts)) if parts else None
+
+
+def stand_ins(storages: Storages, node: Any, returned: Sequence[Argument]) -> list[Argument]:
+    """Gradients that hold no value: a kernel has added the real ones to `main_grad` itself.
+
+    A backward that does so marks the weight, and returns memory that nobody wrote so that the
+    weight's hooks run (Megatron, Transformer Engine).
+    """
+    weights = [getattr(function, "variable", None) for function, _ in node.next_functions]
+    shapes = [weight.shape for weight in weights if getattr(weight, _ADDED, False)]
+    found = [a for a in returned if shapes and a.tensor.shape in shapes and _is_blank(a)]
+    for argument in found:
+        assert argument.storage is not None
+        argument.storage.pads = storages.have_padding = True
+    return found
 
 
 def is_replaced(operator: Operator, argument: Argument) -> bool:

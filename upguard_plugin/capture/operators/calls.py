@@ -109,8 +109,11 @@ class OperatorCalls:
         return self._begin_recorded(operator, arguments, args, kwargs)
 
     @shielded
-    def finish_opaque(self, running: Running | None, result: Any) -> None:
-        """Record what that code returned; nothing of what it touched is trusted any more."""
+    def finish_opaque(self, running: Running | None, result: Any, node: Any = None) -> None:
+        """Record what that code returned; nothing of what it touched is trusted any more.
+
+        node: of the graph, if it was its backward.
+        """
         if running is None:
             return
         returned = tensors_returned(result)
@@ -123,7 +126,10 @@ class OperatorCalls:
         for argument in running.arguments:
             if argument.key in running.operator.written:
                 self._written(running, argument, "after")
+        stand_ins = () if node is None else blanks.stand_ins(self.storages, node, returned)
         for argument in returned:
+            if any(argument is one for one in stand_ins):
+                continue
             if argument.storage is not None:
                 argument.storage.forget_blank()
             if not is_traceable_wrapper_subclass(argument.tensor):

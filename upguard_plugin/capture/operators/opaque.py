@@ -91,7 +91,7 @@ class OpaqueCode:
             name = f"autograd.{node._forward_cls.__name__}"
             running = probe.calls.begin_opaque(name, grads, {})
             result = original(node, *grads)
-            probe.calls.finish_opaque(running, result)
+            probe.calls.finish_opaque(running, result, node)
             return result
 
         return apply
