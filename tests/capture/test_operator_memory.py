@@ -45,5 +45,5 @@ def test_the_table_of_storages_forgets_those_that_are_gone() -> None:
 
     storages = Storages()
     for _ in range(20_000):
-        storages.of(torch.empty(1))
+        storages.find(torch.empty(1))
     assert len(storages) <= 4096

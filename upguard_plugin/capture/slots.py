@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from upguard_plugin.capture.extents import look
 from upguard_plugin.capture.storages import Storage, Storages
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
@@ -34,6 +33,7 @@ class Slots:
         self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._queue = queue
         self._sketches = queue.sketch_size > 0
+        self._is_plain = queue.is_plain
         self._boundary_of = boundary_of
         self._note = note
 
@@ -50,10 +50,15 @@ class Slots:
             storage = storages.find(tensor)
         if storages is None or storage is None:
             return self._put(self._boundary_of(key), tensor, placement), NONE
-        view = look(tensor) if placement is None else (look(tensor), id(placement))
+        view = storage.look(tensor)
+        if placement is not None:
+            view = (view, id(placement))
         slot = storage.slot_of(view)
         if slot == NONE or storages.is_due():
-            slot = self._put(self._boundary_of(key), tensor, placement)
+            if type(view) is torch.dtype and self._is_plain and storage.on_host and storage.size:
+                slot = self._queue.put_memory(storage.address, storage.size, view)
+            else:
+                slot = self._put(self._boundary_of(key), tensor, placement)
             if storage.in_sight and slot != NONE:
                 storage.remember(view, slot)
         return slot, storage.writer_of(tensor)
@@ -85,4 +90,4 @@ class Slots:
         storage = None if self.storages is None else self.storages.find(tensor)
         if storage is None or storage.written_in != phase or placement is not None:
             return NONE
-        return storage.slot_of(look(tensor))
+        return storage.slot_of(storage.look(tensor))

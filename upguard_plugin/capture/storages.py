@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from upguard_plugin.capture.extents import Extent, extent_of, is_tracked
+from upguard_plugin.capture.extents import Extent, extent_of, is_tracked, look
+from upguard_plugin.fingerprint.parts import PLAIN_TYPES
 from upguard_plugin.trace.batch import NONE
 
 # Of the hashes that need not be taken, one in so many is: writes out of sight show there.
@@ -41,10 +42,11 @@ class Storage:
     Made for nearly every operator: what there is mostly one of is held without a table.
     """
 
-    alive: StorageWeakRef
+    weak: int  # torch's weak reference to it, which this entry gives back
     address: int  # of its bytes; this and their number change when it is resized
     size: int
     in_sight: bool  # False: something that the dispatcher does not show may write it
+    on_host: bool  # in memory of the CPU
     exposed: bool = False  # in_sight stays False: its memory was handed out of torch
     version: int = NONE  # torch's counter when it was last looked at
     written_in: str = ""  # phase of the last write that was seen
@@ -62,6 +64,26 @@ class Storage:
     _told: Sequence[Extent] = ()  # bytes that are blank whatever is forgotten
     pads: bool = False  # the blank bytes lie among others: what is made of them is blank as well
     holds: Sequence[Held] = ()  # whose elements its bytes are; kept by contents.py
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self.weak)
+
+    def is_gone(self) -> bool:
+        """Whether nobody holds the storage any more."""
+        return bool(torch.UntypedStorage._expired(self.weak))
+
+    def look(self, tensor: torch.Tensor) -> Hashable:
+        """As `extents.look`; its dtype if its bytes are those of the storage, one by one."""
+        if (
+            tensor.nbytes == self.size
+            and type(tensor) in PLAIN_TYPES
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not tensor.is_conj()
+            and not tensor.is_quantized
+        ):
+            return tensor.dtype
+        return look(tensor)
 
     def slot_of(self, view: Hashable) -> int:
         """The slot of the hash of its bytes, looked at like this; NONE if none is known."""
@@ -81,6 +103,17 @@ class Storage:
     def forget(self) -> None:
         """Drop the hashes: the bytes may be others now."""
         self._look = self._slots = None
+
+    def writing(self, tensor: torch.Tensor, phase: str, in_place: bool) -> None:
+        """Note a write by the operator that is running: all that was known of the bytes is void."""
+        self._look = self._slots = None
+        if self._blank:
+            self.fill(tensor)
+        self.in_sight = not self.exposed
+        self.written_in = phase
+        # Autograd moves the counter when an in-place operator returns to it. Where it does not, the
+        # next look finds another number and forgets the hashes: a lost short cut, no wrong answer.
+        self.version += in_place
 
     def note_writer(self, extent: Extent, writer: int) -> None:
         """Remember the event that wrote these bytes."""
@@ -197,43 +230,48 @@ class Storages:
         self._room = 4096
         self._reuses = 0
         self.have_padding = False  # whether some of them had blank bytes among others
+        self.hold_names = False  # whether any entry ever had something in `holds`
 
     def __len__(self) -> int:
         return len(self._by_address)
 
-    def of(self, tensor: torch.Tensor) -> Storage:
-        """The entry of a tracked tensor's storage, made on first sight."""
-        storage = tensor.untyped_storage()
-        identity = storage._cdata
-        entry = self._by_address.get(identity)
-        address, size = storage.data_ptr(), storage.nbytes()
+    def find(self, tensor: torch.Tensor) -> Storage | None:
+        """The entry of a tensor's storage, made on first sight; None: it is not tracked."""
+        if type(tensor) not in PLAIN_TYPES and not is_tracked(tensor):
+            return None
+        try:
+            storage = tensor.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+        except RuntimeError:  # sparse, or zeros without memory, as autograd makes them for tangents
+            return None
+        entry = self._by_address.get(storage._cdata)
         if entry is None:
-            if len(self._by_address) >= self._room:
-                self.prune()
-            # Memory that torch did not allocate belongs to somebody who may write it.
-            own = storage.resizable()
-            entry = Storage(StorageWeakRef(storage), address, size, own, exposed=not own)
-            self._by_address[identity] = entry
-        version = NONE if tensor.is_inference() else tensor._version
+            if not is_tracked(tensor):
+                return None
+            entry = self._enter(tensor, storage, address, size)
+        try:
+            version = tensor._version
+        except RuntimeError:  # of an inference tensor, which does not count
+            version = NONE
         if entry.version != version or entry.address != address or entry.size != size:
             # Something moved the counter or the bytes: a write that the dispatcher did not show.
             entry.forget()
             entry.version, entry.address, entry.size = version, address, size
         return entry
 
-    def find(self, tensor: torch.Tensor) -> Storage | None:
-        """As `of`; None for a tensor that is not tracked."""
-        if not is_tracked(tensor):
-            return None
-        try:
-            return self.of(tensor)
-        except RuntimeError:  # zeros without memory, as autograd makes them for tangents
-            return None
+    def _enter(self, tensor: torch.Tensor, storage: Any, address: int, size: int) -> Storage:
+        if len(self._by_address) >= self._room:
+            self.prune()
+        # Memory that torch did not allocate belongs to somebody who may write it.
+        own = storage.resizable()
+        entry = Storage(storage._weak_ref(), address, size, own, tensor.is_cpu, not own)
+        self._by_address[storage._cdata] = entry
+        return entry
 
     def prune(self) -> None:
         """Forget storages that are gone, so that the table does not grow with the run."""
         known = self._by_address.items()
-        self._by_address = {key: entry for key, entry in known if not entry.alive.expired()}
+        self._by_address = {key: entry for key, entry in known if not entry.is_gone()}
         self._room = max(4096, 2 * len(self._by_address))
 
     def forget_hashes(self) -> None:
@@ -266,15 +304,3 @@ class Storages:
             entry.forget_blank()
             entry.in_sight = False
             entry.exposed |= for_good
-
-    def writing(self, entry: Storage, tensor: torch.Tensor, phase: str, in_place: bool) -> None:
-        """Note a write by the operator that is running: all that was known of the bytes is void."""
-        entry.forget()
-        if entry._blank:
-            entry.fill(tensor)
-            self.have_padding |= entry.pads
-        entry.in_sight = not entry.exposed
-        entry.written_in = phase
-        # Autograd moves the counter when an in-place operator returns to it. Where it does not, the
-        # next look finds another number and forgets the hashes: a lost short cut, no wrong answer.
-        entry.version += in_place

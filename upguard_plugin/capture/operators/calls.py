@@ -20,7 +20,12 @@ from upguard_plugin.capture import contents, padding
 from upguard_plugin.capture.collectives.under_way import UnderWay
 from upguard_plugin.capture.extents import extent_of
 from upguard_plugin.capture.operators import blanks
-from upguard_plugin.capture.operators.arguments import Argument, tensors_given, tensors_returned
+from upguard_plugin.capture.operators.arguments import (
+    Argument,
+    tensors_at,
+    tensors_given,
+    tensors_returned,
+)
 from upguard_plugin.capture.operators.blanks import Blank
 from upguard_plugin.capture.operators.early import look_for_use
 from upguard_plugin.capture.operators.locator import Locator
@@ -79,12 +84,14 @@ class OperatorCalls:
         if self._position.step != self._step:
             self._follow_step()
         operator = describe(func)
-        if operator.is_view or not operator.is_observed:
+        every = self._inputs_wanted or self._under_way.outputs or self.storages.have_padding
+        if operator.is_view or not operator.is_observed or (operator.is_silent and not every):
             self._locator.place_quickly()
             return None
-        every = self._inputs_wanted or self._under_way.outputs or self.storages.have_padding
-        looked_at = None if every else operator.looked_at
-        arguments = tensors_given(args, kwargs, looked_at)
+        if every or operator.looked_at is None or (operator.moves and self.storages.hold_names):
+            arguments = tensors_given(args, kwargs)
+        else:
+            arguments = tensors_at(operator.looked_at, args, kwargs)
         if operator.is_collective:
             for argument in arguments:
                 self.storages.lose_sight(argument.tensor)
@@ -176,7 +183,7 @@ class OperatorCalls:
             blank = blanks.left_by(self.storages, operator, arguments, result)
             if blank is not None and blank.is_vague:
                 return
-        if operator.moves:
+        if operator.moves and self.storages.hold_names:
             contents.follow(self.storages, operator.name, arguments, result)
         if operator.written:
             for argument in arguments:
@@ -215,7 +222,9 @@ class OperatorCalls:
                 self.storages.forget_hashes()
             self._record(running, argument, "output", moment)
             return
-        self.storages.writing(storage, tensor, running.phase, moment is not None)
+        storage.writing(tensor, running.phase, moment is not None)
+        if storage.pads:
+            self.storages.have_padding = True
         elements = () if blank is None else blank.of(argument)
         if not elements:
             writer = self._record(running, argument, "output", moment)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from upguard_plugin.capture.extents import is_tracked
+from upguard_plugin.capture.extents import identity_of
 from upguard_plugin.capture.names import ParameterNames
+from upguard_plugin.trace.batch import NONE
 
 
 class Owners:
@@ -38,12 +39,12 @@ class Owners:
 
     def _first(self, owners: dict[int, str], values: Iterable[Any]) -> str | None:
         for value in values:
-            owner = None
             if isinstance(value, torch.Tensor):
-                if is_tracked(value):
-                    owner = owners.get(value.untyped_storage()._cdata)
+                owner = owners.get(identity_of(value))
             elif isinstance(value, (list, tuple)):
                 owner = self._first(owners, value)
+            else:
+                continue
             if owner is not None:
                 return owner
         return None
@@ -68,5 +69,5 @@ class Owners:
 
 
 def _address(value: object, name: str) -> Iterable[tuple[int, str]]:
-    if isinstance(value, torch.Tensor) and is_tracked(value):
-        yield value.untyped_storage()._cdata, name
+    if isinstance(value, torch.Tensor) and identity_of(value) != NONE:
+        yield identity_of(value), name

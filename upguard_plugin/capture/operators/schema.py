@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -77,8 +78,9 @@ class Operator:
     is_foreign: bool  # not torch's own: its schema may be silent on what it writes
     scratch: frozenset[int]  # places of results that hold no value of the run
     returns_written: bool  # its results are arguments that it wrote, nothing else
-    looked_at: frozenset[int | str] | None  # arguments to follow if none is recorded; None: all
+    looked_at: tuple[int | str, ...] | None  # arguments to follow if none is recorded; None: all
     moves: bool = False  # it puts elements elsewhere, in their order
+    is_silent: bool = False  # it makes no tensor and writes none
 
     @property
     def has_effects(self) -> bool:
@@ -116,8 +118,8 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
     by_element = torch.Tag.pointwise in overload.tags or (
         name.startswith(_BY_ELEMENT) and name not in _REDUCING
     )
-    moves = namespace == "aten" and name in MOVES
-    any_matters = namespace != "aten" or shares or is_foreach or is_random or copies or moves
+    any_matters = namespace != "aten" or shares or is_foreach or is_random or copies
+    is_silent = namespace == "aten" and not written and not any(map(_holds_tensors, schema.returns))
     return Operator(
         name=f"{namespace}.{name}",
         written=frozenset(written),
@@ -140,9 +142,14 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
             if place in SCRATCH_RESULTS.get(schema.name, ()) or value.name in _SCRATCH_NAMES
         ),
         returns_written=returns_written,
-        looked_at=None if any_matters else frozenset(written),
-        moves=moves,
+        looked_at=None if any_matters else tuple(sorted(written, key=str)),
+        moves=namespace == "aten" and name in MOVES,
+        is_silent=is_silent,
     )
+
+
+def _holds_tensors(value: Any) -> bool:
+    return "Tensor" in str(value.type)
 
 
 @cache
