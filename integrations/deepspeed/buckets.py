@@ -39,6 +39,8 @@ class Buffers:
         self._engine = engine
         self._optimizer = engine.optimizer
         self._is_stage3 = shards.is_stage3
+        zero = getattr(getattr(engine, "_config", None), "zero_config", None)
+        self._sums_weights = getattr(zero, "use_all_reduce_for_fetch_params", False)
         # The calls that are under way, each with what finds the parameters behind a buffer.
         self._calls: list[tuple[str, Callable[[Tensor], Sequence[Any]]]] = []
         self._single: Any = None  # the parameter whose part was the last input, on its own
@@ -99,6 +101,8 @@ class Buffers:
             part = sum(p.ds_tensor.ds_numel for p in candidates)
             if all(p.ds_tensor.ds_numel * world == p.ds_numel for p in candidates):
                 continue
+            if tensor.numel() == part * world and self._sums_weights and not self._calls[-1][0]:
+                return _one_by_one(candidates, world)
             if tensor.numel() == part * world:
                 return _without_padding(candidates, range(world), 0, part * world)
             if tensor.numel() == part:
@@ -176,6 +180,15 @@ def _is_inside(tensor: Tensor, buffer: Tensor) -> bool:
 
 def _size_and_rank(group: Any) -> tuple[int, int]:
     return dist.get_world_size(group), dist.get_rank(group)
+
+
+def _one_by_one(parameters: Sequence[Any], world: int) -> Placement:
+    """The placement of whole parameters in a buffer that is summed, one after the other."""
+    pieces, at = [], 0
+    for parameter in parameters:
+        pieces.append(Piece((parameter.ds_numel,), at, (1,), at, (1,)))
+        at += parameter.ds_tensor.ds_numel * world
+    return Placement("*", (at,), tuple(pieces))
 
 
 def _without_padding(

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
     pytest.mark.skipif(not IS_GLIBC, reason="only glibc's malloc fills memory"),
 ]
+_SUMMED = "stage3_use_all_reduce_for_fetch_params"
 _ODD = Training(zero={"overlap_comm": True, "reduce_bucket_size": 500})  # a model of odd sizes
 
 
@@ -66,18 +67,25 @@ def verdict_of(
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "accumulation"),
+    ("stage", "dtype", "accumulation", "zero"),
     [
-        (3, "bf16", 2),
-        pytest.param(3, "fp32", 1, marks=pytest.mark.long),
-        pytest.param(1, "bf16", 1, marks=pytest.mark.long),
-        pytest.param(2, "fp32", 2, marks=pytest.mark.long),
+        (3, "bf16", 2, {}),
+        pytest.param(3, "fp32", 1, {}, marks=pytest.mark.long),
+        pytest.param(3, "bf16", 1, {_SUMMED: True}, marks=pytest.mark.long),
+        pytest.param(
+            3, "bf16", 1, {"stage3_param_persistence_threshold": 8}, marks=pytest.mark.long
+        ),
+        pytest.param(3, "fp32", 1, {"sub_group_size": 10}, marks=pytest.mark.long),
+        pytest.param(1, "bf16", 1, {}, marks=pytest.mark.long),
+        pytest.param(2, "fp32", 2, {}, marks=pytest.mark.long),
     ],
 )
 def test_runs_that_differ_in_memory_that_nobody_wrote_are_identical(
-    deepspeed_ranks, tmp_path, stage, dtype, accumulation
+    deepspeed_ranks, tmp_path, stage, dtype, accumulation, zero
 ):
-    training = replace(_ODD, stage=stage, dtype=dtype, accumulation=accumulation)
+    training = replace(
+        _ODD, stage=stage, dtype=dtype, accumulation=accumulation, zero=_ODD.zero | zero
+    )
 
     verdict = verdict_of(deepspeed_ranks, tmp_path, training)
 

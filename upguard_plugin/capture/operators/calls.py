@@ -166,7 +166,7 @@ class OperatorCalls:
         if self._inputs_wanted and not operator.makes_uninitialised:
             for argument in arguments:
                 moment = "before" if argument.key in operator.written else None
-                if _has_value(operator, argument):
+                if blanks.has_value(operator, argument):
                     self._record(running, argument, "input", moment)
                 elif not blanks.is_replaced(operator, argument):
                     self._record_values(running, argument, "input", moment)
@@ -303,12 +303,3 @@ class OperatorCalls:
         self._step = self._position.step
         self._sites.begin_step()
         self._locator.forget()
-
-
-def _has_value(operator: Operator, argument: Argument) -> bool:
-    """Whether all of an argument is a value of the run when the operator begins."""
-    # out=: what was in that memory before plays no part.
-    replaced = operator.overwrites or isinstance(argument.key, str)
-    if replaced and argument.key in operator.written:
-        return False
-    return argument.storage is None or argument.storage.has_value(argument.tensor)
