@@ -51,16 +51,15 @@ class Slots:
         if storages is None or storage is None:
             return self._put(self._boundary_of(key), tensor, placement), NONE
         view = storage.look(tensor)
-        if placement is not None:
-            view = (view, id(placement))
-        slot = storage.slot_of(view)
+        slot = storage.slot_of(tensor, view, placement)
         if slot == NONE or storages.is_due():
-            if type(view) is torch.dtype and self._is_plain and storage.on_host and storage.size:
+            plain = self._is_plain and placement is None and storage.on_host and storage.size
+            if plain and isinstance(view, torch.dtype):
                 slot = self._queue.put_memory(storage.address, storage.size, view)
             else:
                 slot = self._put(self._boundary_of(key), tensor, placement)
             if storage.in_sight and slot != NONE:
-                storage.remember(view, slot)
+                storage.remember(slot, tensor, view, placement)
         return slot, storage.writer_of(tensor)
 
     def of_many(self, entries: Sequence[Entry], phase: str) -> Sequence[int]:
@@ -90,4 +89,4 @@ class Slots:
         storage = None if self.storages is None else self.storages.find(tensor)
         if storage is None or storage.written_in != phase or placement is not None:
             return NONE
-        return storage.slot_of(storage.look(tensor))
+        return storage.slot_of(tensor, storage.look(tensor), None)

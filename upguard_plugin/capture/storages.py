@@ -17,10 +17,13 @@ import torch
 
 from upguard_plugin.capture.extents import Extent, extent_of, is_tracked, look
 from upguard_plugin.fingerprint.parts import PLAIN_TYPES
+from upguard_plugin.fingerprint.spots import read_spots
+from upguard_plugin.records import Placement
 from upguard_plugin.trace.batch import NONE
 
 # Of the hashes that need not be taken, one in so many is: writes out of sight show there.
 SAMPLE = 32
+FEW_BYTES = 8 << 10  # below it a hash of them costs hardly more than a glance
 MAX_EXTENTS = 1024  # of one storage whose writers are remembered; the oldest are forgotten
 
 
@@ -50,10 +53,10 @@ class Storage:
     exposed: bool = False  # in_sight stays False: its memory was handed out of torch
     version: int = NONE  # torch's counter when it was last looked at
     written_in: str = ""  # phase of the last write that was seen
-    # Slots of the hashes taken since then, by how the tensor looked at the storage.
-    _look: Hashable = None
+    # Slots of the hashes taken since then, by what was seen of the bytes at a glance.
+    _seen: Hashable = None
     _slot: int = NONE
-    _slots: dict[Hashable, int] | None = None  # of further looks
+    _slots: dict[Hashable, int] | None = None  # by what else was seen
     # Who wrote which bytes last: most storages have one writer, a flat buffer has many.
     _first: int = NONE
     _last: int = NONE
@@ -65,12 +68,16 @@ class Storage:
     pads: bool = False  # the blank bytes lie among others: what is made of them is blank as well
     holds: Sequence[Held] = ()  # whose elements its bytes are; kept by contents.py
 
+    # Held by the class: when Python ends, modules are emptied before the last entry goes.
+    _free_weak_ref = staticmethod(torch.UntypedStorage._free_weak_ref)
+    _expired = staticmethod(torch.UntypedStorage._expired)
+
     def __del__(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self.weak)
+        self._free_weak_ref(self.weak)
 
     def is_gone(self) -> bool:
         """Whether nobody holds the storage any more."""
-        return bool(torch.UntypedStorage._expired(self.weak))
+        return bool(self._expired(self.weak))
 
     def look(self, tensor: torch.Tensor) -> Hashable:
         """As `extents.look`; its dtype if its bytes are those of the storage, one by one."""
@@ -85,28 +92,58 @@ class Storage:
             return tensor.dtype
         return look(tensor)
 
-    def slot_of(self, view: Hashable) -> int:
-        """The slot of the hash of its bytes, looked at like this; NONE if none is known."""
-        if self._look == view:
-            return self._slot
-        return NONE if self._slots is None else self._slots.get(view, NONE)
+    def slot_of(self, tensor: torch.Tensor, view: Hashable, placement: Placement | None) -> int:
+        """The slot of the hash of the tensor's bytes as they are now; NONE if none is known.
 
-    def remember(self, view: Hashable, slot: int) -> None:
+        view: how it looks at them, from `look`.
+        """
+        if self._seen is None:
+            return NONE
+        seen = self._glance(tensor, view, placement)
+        if self._seen == seen:
+            return self._slot
+        return NONE if self._slots is None else self._slots.get(seen, NONE)
+
+    def remember(
+        self, slot: int, tensor: torch.Tensor, view: Hashable, placement: Placement | None
+    ) -> None:
         """Note the slot of the hash just taken."""
-        if self._look is None or self._look == view:
-            self._look, self._slot = view, slot
+        seen = self._glance(tensor, view, placement)
+        if seen is None:
+            return
+        if self._seen is None or self._seen == seen:
+            self._seen, self._slot = seen, slot
         elif self._slots is None:
-            self._slots = {view: slot}
+            self._slots = {seen: slot}
         else:
-            self._slots[view] = slot
+            self._slots[seen] = slot
 
     def forget(self) -> None:
         """Drop the hashes: the bytes may be others now."""
-        self._look = self._slots = None
+        self._seen = self._slots = None
+
+    def _glance(
+        self, tensor: torch.Tensor, view: Hashable, placement: Placement | None
+    ) -> Hashable:
+        """What is seen of a tensor's bytes at a glance, and how it looks at them.
+
+        None: they are so few that to hash them again costs no more.
+        """
+        spots = 0
+        if self.on_host:
+            if tensor.nbytes < FEW_BYTES:
+                return None
+            if type(view) is torch.dtype:
+                spots = read_spots(self.address, self.size)
+            else:
+                first, last = extent_of(tensor)
+                if self.address and last < self.size:  # memory may have been given back
+                    spots = read_spots(self.address + first, last - first + 1)
+        return (spots, view, id(placement))
 
     def writing(self, tensor: torch.Tensor, phase: str, in_place: bool) -> None:
         """Note a write by the operator that is running: all that was known of the bytes is void."""
-        self._look = self._slots = None
+        self._seen = self._slots = None
         if self._blank:
             self.fill(tensor)
         self.in_sight = not self.exposed

@@ -216,6 +216,8 @@ class OperatorCalls:
     ) -> None:
         """Record what the operator left in a tensor, and that it wrote it."""
         storage, tensor = argument.storage, argument.tensor
+        if moment is not None and torch.is_grad_enabled():
+            self._locator.note_write(tensor, running.arguments, running.place)
         if storage is None:
             if moment is not None:
                 # Which memory is behind a tensor of this kind is not known: it may be any.
