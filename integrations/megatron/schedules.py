@@ -122,10 +122,11 @@ class ScheduleProbe:
     @shielded
     def _before_backward(self, output: Any) -> None:
         storages = self.recorder.storages
-        for freed in _tensors(output) if storages else ():
+        if storages is not None:
             # A stage frees what it has sent and keeps the graph. The last one scales what is left
             # of its loss, which nobody reads.
-            keep_freed(storages, freed)
+            for freed in _tensors(output):
+                keep_freed(storages, freed)
         numbers = {self._microbatches.pop(t) for t in _tensors(output) if t in self._microbatches}
         if len(numbers) != 1:
             self.recorder.note("a backward step began from a tensor of no known micro-batch")

@@ -88,7 +88,7 @@ def stand_ins(storages: Storages, node: Any, returned: Sequence[Argument]) -> li
     A backward that does so marks the weight, and returns memory that nobody wrote so that the
     weight's hooks run (Megatron, Transformer Engine).
     """
-    weights = [getattr(function, "variable", None) for function, _ in node.next_functions]
+    weights: list[Any] = [getattr(made_by, "variable", None) for made_by, _ in node.next_functions]
     shapes = [weight.shape for weight in weights if getattr(weight, _ADDED, False)]
     found = [a for a in returned if shapes and a.tensor.shape in shapes and _is_blank(a)]
     for argument in found:
