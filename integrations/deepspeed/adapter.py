@@ -15,6 +15,7 @@ from upguard_plugin.integrations.deepspeed.buckets import Buffers
 from upguard_plugin.integrations.deepspeed.layout import find_layout, zero_axes
 from upguard_plugin.integrations.deepspeed.names import GlobalNames
 from upguard_plugin.integrations.deepspeed.optimizer import UpdateProbe
+from upguard_plugin.integrations.deepspeed.padding import Padding
 from upguard_plugin.integrations.deepspeed.pipeline import ScheduleProbe
 from upguard_plugin.integrations.deepspeed.placements import DeepSpeedPlacements
 from upguard_plugin.integrations.deepspeed.shards import Shards
@@ -56,6 +57,8 @@ def _add_probes(guard: Guard, engine: Any, shards: Shards) -> None:
     for probe in probes:
         guard.probes.append(probe)
         probe.attach()
+    if shards.is_stage3:
+        guard.states.sources.append(Padding(guard, engine, shards).tell)
     for probe in guard.probes:
         if isinstance(probe, CollectiveProbe):
             probe.owners.insert(0, buffers.name)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from upguard_plugin.capture.clipping import Replacement
+from upguard_plugin.capture.extents import address_of
 from upguard_plugin.capture.guard import Guard
 from upguard_plugin.integrations.deepspeed.shards import Shards
 from upguard_plugin.records import Piece, Placement
@@ -38,6 +39,8 @@ class Buffers:
         self._engine = engine
         self._optimizer = engine.optimizer
         self._is_stage3 = shards.is_stage3
+        zero = getattr(getattr(engine, "_config", None), "zero_config", None)
+        self._sums_weights = getattr(zero, "use_all_reduce_for_fetch_params", False)
         # The calls that are under way, each with what finds the parameters behind a buffer.
         self._calls: list[tuple[str, Callable[[Tensor], Sequence[Any]]]] = []
         self._single: Any = None  # the parameter whose part was the last input, on its own
@@ -92,12 +95,14 @@ class Buffers:
             return None
         group = getattr(parameters[0], "ds_process_group", None)
         world, rank = _size_and_rank(group)
-        alone = [p for p in parameters if p.ds_tensor.data_ptr() == tensor.data_ptr()]
+        alone = [p for p in parameters if address_of(p.ds_tensor) == address_of(tensor)]
         self._single = alone[0] if alone else self._single
         for candidates in (parameters, [self._single] if self._single is not None else []):
             part = sum(p.ds_tensor.ds_numel for p in candidates)
             if all(p.ds_tensor.ds_numel * world == p.ds_numel for p in candidates):
                 continue
+            if tensor.numel() == part * world and self._sums_weights and not self._calls[-1][0]:
+                return _one_by_one(candidates, world)
             if tensor.numel() == part * world:
                 return _without_padding(candidates, range(world), 0, part * world)
             if tensor.numel() == part:
@@ -169,12 +174,21 @@ def _gradient(parameter: Any) -> Tensor | None:
 def _is_inside(tensor: Tensor, buffer: Tensor) -> bool:
     if tensor.dtype != buffer.dtype or tensor.numel() == 0:
         return False
-    start = buffer.data_ptr()
-    return start <= tensor.data_ptr() < start + buffer.numel() * buffer.element_size()
+    start = address_of(buffer)
+    return start <= address_of(tensor) < start + buffer.numel() * buffer.element_size()
 
 
 def _size_and_rank(group: Any) -> tuple[int, int]:
     return dist.get_world_size(group), dist.get_rank(group)
+
+
+def _one_by_one(parameters: Sequence[Any], world: int) -> Placement:
+    """The placement of whole parameters in a buffer that is summed, one after the other."""
+    pieces, at = [], 0
+    for parameter in parameters:
+        pieces.append(Piece((parameter.ds_numel,), at, (1,), at, (1,)))
+        at += parameter.ds_tensor.ds_numel * world
+    return Placement("*", (at,), tuple(pieces))
 
 
 def _without_padding(

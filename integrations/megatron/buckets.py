@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from upguard_plugin.capture.extents import address_of
 from upguard_plugin.capture.names import ParameterNames
 
 
@@ -46,5 +47,5 @@ def _names_in(bucket: Any, names: ParameterNames) -> str:
 def _is_inside(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
     if tensor.dtype != buffer.dtype or tensor.device != buffer.device:
         return False
-    start, size = buffer.data_ptr(), buffer.numel() * buffer.element_size()
-    return start <= tensor.data_ptr() < start + size
+    start, size = address_of(buffer), buffer.numel() * buffer.element_size()
+    return start <= address_of(tensor) < start + size

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from upguard_plugin.capture.extents import address_of
 from upguard_plugin.capture.guard import Guard
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.integrations.wraps import wrap
@@ -55,12 +56,12 @@ class CoalescedProbe:
         group = Group(axis.name, axis.ranks)
         # All of them are alive now: an address is one tensor's.
         names = {
-            grad.data_ptr(): f"{name}.main_grad"
+            address_of(grad): f"{name}.main_grad"
             for name, parameter in self._guard.names.parameters.items()
             if isinstance(grad := getattr(parameter, "main_grad", None), Tensor)
         }
         for tensor in tensors:
-            name = names.get(tensor.data_ptr())
+            name = names.get(address_of(tensor))
             boundary = f"all_reduce[{group.name}] {name}"
             if name is not None:
                 self.recorder.record(

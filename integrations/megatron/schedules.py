@@ -19,6 +19,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from upguard_plugin.capture.guard import Guard
+from upguard_plugin.capture.padding import keep_freed
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.integrations.wraps import wrap
 
@@ -120,6 +121,12 @@ class ScheduleProbe:
 
     @shielded
     def _before_backward(self, output: Any) -> None:
+        storages = self.recorder.storages
+        if storages is not None:
+            # A stage frees what it has sent and keeps the graph. The last one scales what is left
+            # of its loss, which nobody reads.
+            for freed in _tensors(output):
+                keep_freed(storages, freed)
         numbers = {self._microbatches.pop(t) for t in _tensors(output) if t in self._microbatches}
         if len(numbers) != 1:
             self.recorder.note("a backward step began from a tensor of no known micro-batch")

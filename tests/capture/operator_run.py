@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import upguard_plugin
+from upguard_plugin.records import Placement
 from upguard_plugin.trace.batch import NONE
 from upguard_plugin.trace.reader import open_trace
 
@@ -39,6 +40,7 @@ class OperatorEvent:
     h: int
     producer: str | None  # operator of the event that wrote it
     shape: tuple[int, ...]
+    placement: Placement | None
 
 
 def train(
@@ -82,7 +84,7 @@ def events_of(run: Path, step: int = 0) -> list[OperatorEvent]:
         found.append(
             OperatorEvent(
                 key.phase, key.boundary, key.operator, int(batch.call[row]), key.role, key.slot,
-                key.moment, int(batch.h[row]), producer, key.shape,
+                key.moment, int(batch.h[row]), producer, key.shape, key.placement,
             )
         )  # fmt: skip
     return found

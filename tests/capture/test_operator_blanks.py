@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,26 +90,46 @@ def read_by(run: Path, operator: str) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(e.role, e.slot, e.shape) for e in events]
 
 
+def values_of(
+    run: Path, operator: str
+) -> list[tuple[str, str, tuple[tuple[int, int], ...] | None]]:
+    """(role, slot, stretches of values) of the events of an operator outside of modules."""
+    events = [e for e in events_of(run) if (e.operator, e.boundary) == (operator, "(outside)")]
+    found = []
+    for event in events:
+        pieces = () if event.placement is None else event.placement.pieces
+        values = tuple((p.local_start, p.local_start + p.sizes[0]) for p in pieces)
+        found.append((event.role, event.slot, values or None))
+    return found
+
+
 def test_what_is_joined_with_memory_that_nobody_wrote_is_a_value_where_it_was_one(tmp_path):
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         padded = torch.cat([x.flatten(), torch.empty(8)])
-        padded.sin()  # reads the padding
+        padded.cumsum(0)  # reads the padding: a value is made of it
         padded[:8].cos()
         padded[6:10].tan()
+        padded[8:].sin()
         torch.stack([x, torch.empty_like(x)], 2).exp()  # no part lies in one piece
         return model(torch.cat([x, x]))
 
     run = train(tmp_path / "run", nn.Linear(4, 4), forward=forward)
 
-    joined = read_by(run, "aten.cat")
-    assert [shape for role, _, shape in joined if role == "output"] == [(4, 4)]
-    assert [role for role, _, _ in read_by(run, "aten.sin")] == ["output"]
-    assert [(role, shape) for role, _, shape in read_by(run, "aten.cos")] == [
-        ("input", (8,)),
-        ("output", (8,)),
+    assert [one for one in values_of(run, "aten.cat") if one[0] == "output"] == [
+        ("output", "out", ((0, 8),)),
+        ("output", "out", None),
     ]
-    assert [role for role, _, _ in read_by(run, "aten.tan")] == ["output"]
-    assert [role for role, _, _ in read_by(run, "aten.exp")] == ["output"]
+    assert values_of(run, "aten.cumsum") == [
+        ("input", "args.0", ((0, 8),)),
+        ("output", "out", None),
+    ]
+    assert values_of(run, "aten.cos") == [("input", "args.0", None), ("output", "out", None)]
+    assert values_of(run, "aten.tan") == [
+        ("input", "args.0", ((0, 2),)),
+        ("output", "out", ((0, 2),)),
+    ]
+    assert values_of(run, "aten.sin") == []
+    assert values_of(run, "aten.exp") == [("output", "out", None)]
 
 
 def test_a_blank_copy_makes_a_part_of_a_buffer_blank(tmp_path):
@@ -122,9 +143,88 @@ def test_a_blank_copy_makes_a_part_of_a_buffer_blank(tmp_path):
 
     run = train(tmp_path / "run", nn.Linear(4, 4), forward=forward)
 
-    assert [role for role, _, _ in read_by(run, "aten.cos")] == ["input", "output"]
-    assert [role for role, _, _ in read_by(run, "aten.sin")] == ["output"]
-    assert [role for role, _, _ in read_by(run, "aten.tan")] == ["input", "output"]
+    assert values_of(run, "aten.cos") == [("input", "args.0", None), ("output", "out", None)]
+    assert values_of(run, "aten.sin") == [
+        ("input", "args.0", ((0, 4),)),
+        ("output", "out", ((0, 4),)),
+    ]
+    assert values_of(run, "aten.tan") == [("input", "args.0", None), ("output", "out", None)]
+
+
+def test_padding_stays_padding_where_operators_work_element_by_element(tmp_path):
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        flat = torch.empty(10)
+        flat[:8] = x.flatten()
+        half = (flat / 2).to(torch.bfloat16)
+        moments = torch.zeros(10)
+        torch._foreach_add_([moments, torch.ones(10)], [half.float(), torch.ones(10)])
+        torch._foreach_norm([moments])
+        flat.add_(moments)
+        kept = torch.ones(10)
+        kept.copy_(flat)
+        kept.tan()
+        flat.zero_()
+        flat.sin()
+        return model(x)
+
+    run = train(tmp_path / "run", nn.Linear(4, 4), forward=forward)
+
+    real = ((0, 8),)
+    for operator, wanted in {
+        "aten.div": [("input", "args.0", real), ("output", "out", real)],
+        "aten._foreach_add_": [
+            ("input", "args.0.0", None), ("input", "args.0.1", None),
+            ("input", "args.1.0", real), ("input", "args.1.1", None),
+            ("output", "args.0.0", real), ("output", "args.0.1", None),
+        ],
+        "aten._foreach_norm": [("input", "args.0.0", real), ("output", "out.0", None)],
+        "aten.tan": [("input", "args.0", real), ("output", "out", real)],
+        "aten.sin": [("input", "args.0", None), ("output", "out", None)],
+    }.items():  # fmt: skip
+        assert values_of(run, operator) == wanted, operator
+
+
+def test_what_is_computed_from_memory_that_nobody_wrote_at_all_is_a_value(tmp_path):
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        torch.empty(2, 4).maximum(x)
+        return model(x)
+
+    run = train(tmp_path / "run", nn.Linear(4, 4), forward=forward)
+
+    assert values_of(run, "aten.maximum") == [("input", "args.1", None), ("output", "out", None)]
+
+
+class AddsItself(torch.autograd.Function):
+    """Its backward adds to the weight's accumulator and returns a stand-in, as Megatron's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        if hasattr(weight, "main_grad"):
+            weight.main_grad.add_(x * grad)
+            weight.grad_added_to_main_grad = True
+        return weight * grad, torch.empty_like(weight)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_stand_in_for_a_gradient_is_no_value(tmp_path, adds):
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        weight = nn.Parameter(torch.ones(2, 4))
+        if adds:
+            weight.main_grad = torch.zeros(2, 4)
+        return model(AddsItself.apply(x.requires_grad_(), weight))
+
+    run = train(tmp_path / "run", nn.Linear(4, 4), forward=forward)
+
+    made = {e.slot for e in events_of(run) if (e.operator, e.phase, e.role) == (
+        "autograd.AddsItself", "backward", "output"
+    )}  # fmt: skip
+    assert made == ({"out.0"} if adds else {"out.0", "out.1"})
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import upguard_plugin
+from tests.memory_fill import FILLS, fill_memory
 from upguard_plugin.trace.reader import open_trace
 
 KINDS = ("ddp", "fsdp2")
@@ -22,7 +23,7 @@ KINDS = ("ddp", "fsdp2")
 def build(kind: str) -> tuple[nn.Module, nn.Module]:
     """(what is trained, what holds the parameters)"""
     torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+    inner = nn.Sequential(nn.Linear(4, 7), nn.LayerNorm(7), nn.GELU(), nn.Linear(7, 3))
     if kind == "ddp":
         return DistributedDataParallel(inner), inner
     for layer in inner:
@@ -49,11 +50,17 @@ def train(kind: str, output: Path | None, **selected: str) -> list[bytes]:
 
 
 def trained_on_this_rank(folder: str) -> dict[tuple[str, str], bool]:
-    """Whether the weights are those of a run without capture, by kind and what was recorded."""
+    """Whether the weights are those of a run without capture, by kind and what was recorded.
+
+    Memory that nobody wrote has other bytes in each of the two whole runs.
+    """
     same = {}
     for kind in KINDS:
-        plain = train(kind, None)
-        whole = [train(kind, Path(folder) / f"{kind}{n}") for n in (0, 1)]
+        plain, whole = train(kind, None), []
+        for n, fill in enumerate(FILLS):
+            fill_memory(fill)
+            whole.append(train(kind, Path(folder) / f"{kind}{n}"))
+        fill_memory(None)
         outputs = train(kind, Path(folder) / f"{kind}-outputs", roles="output")
         same[kind, "inputs and outputs"] = whole == [plain, plain]
         same[kind, "outputs"] = outputs == plain
@@ -96,3 +103,24 @@ def test_operators_of_forward_backward_and_optimizer_are_there(runs, kind):
         ("forward", "aten.gelu", "2"),
     } <= seen  # fmt: skip
     assert any(key.phase == "optimizer" and key.boundary == "0.weight" for key in keys)
+
+
+def operators_of_a_reduce_scatter(folder: str) -> list[str]:
+    """The operators, in the order of a trace, of a collective that gloo finishes with a copy."""
+    model = nn.Linear(2, 2)
+    config = {"level": "op", "output_dir": folder}
+    with upguard_plugin.enable(model, None, config) as guard:
+        given, result = torch.ones(4), torch.empty(2)
+        dist.reduce_scatter_tensor(result, given)
+        result.cos()
+        guard.step()
+    dist.barrier()
+    batch: Any = open_trace(Path(folder)).read(dist.get_rank(), 0)
+    operators = [batch.key_of(row).operator for row in range(len(batch))]
+    return [name for name in operators if name in ("aten.copy_", "aten.cos") or "c10d" in str(name)]
+
+
+def test_what_a_backend_runs_to_finish_a_collective_is_no_event(two_ranks, tmp_path):
+    (operators, _) = two_ranks.run(operators_of_a_reduce_scatter, str(tmp_path / "run"))
+
+    assert operators == ["c10d._reduce_scatter_base_"] * 3 + ["aten.cos"] * 2

@@ -21,7 +21,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_moe_layer_wise_logging_tracker,
+)
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from tests.megatron_adapter.jobs import Job
 from tests.megatron_adapter.settings import HALF, configure
@@ -46,6 +50,8 @@ def build(job: Job) -> Trainer:
     """A new model on this rank; groups of an earlier one are replaced where they do not fit."""
     _initialize_groups(job)
     get_moe_layer_wise_logging_tracker().clear()  # it remembers how many layers there were
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    MTPLossLoggingHelper.tracker.clear()
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     config = configure(job)

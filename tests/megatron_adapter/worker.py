@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from tests.megatron_adapter.jobs import Job
+from tests.memory_fill import fill_memory
 from upguard_plugin.launch.cpu_emulation import emulate_cuda
 
 
@@ -163,7 +164,11 @@ def main(rank: int, num_ranks: int, folder: Path) -> None:
             "nccl", init_method=f"file://{folder / 'store'}", rank=rank, world_size=num_ranks
         )
         jobs = [Job(**entry) for entry in json.loads((folder / "jobs.json").read_text())]
-        said = {job.name: run_job(job, folder) for job in jobs}
+        said = {}
+        for job in jobs:
+            fill_memory(job.fill)
+            said[job.name] = run_job(job, folder)
+        fill_memory(None)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     (folder / f"said-{rank}.json").write_text(json.dumps(said))

@@ -78,9 +78,14 @@ def overwritten(argument: Argument) -> None:
 
 
 def joined_outermost(result: Tensor, sources: Sequence[Tensor]) -> bool:
-    """Whether the sources lie behind each other: they were not joined in an inner dim."""
-    rows = sum(source.shape[0] if source.dim() == result.dim() else 1 for source in sources)
-    return result.dim() > 0 and result.shape[0] == rows
+    """Whether the sources lie behind each other: they were surely not joined in an inner dim."""
+    if result.dim() == 0 or len(sources) < 2:
+        return result.dim() > 0
+    shape, one = tuple(result.shape), tuple(sources[0].shape)
+    if len(shape) != len(one):  # stacked: several places of the new dim may make the same shape
+        places = [k for k in range(len(shape)) if shape[:k] + shape[k + 1 :] == one]
+        return [k for k in places if shape[k] == len(sources)] == [0]
+    return shape[0] == sum(source.shape[0] for source in sources)
 
 
 def _copied(

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from upguard_plugin.fingerprint.parts import PLAIN_TYPES
+from upguard_plugin.fingerprint.parts import PLAIN_TYPES, data_ptr
 from upguard_plugin.trace.batch import NONE
 
 Extent = tuple[int, int]  # first and last byte that a tensor reaches in its storage
@@ -20,6 +20,11 @@ def is_tracked(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN_TYPES or not (
         is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "fake_mode")
     )
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where its first element lies. Nobody is handed the address: its memory stays trusted."""
+    return int(data_ptr(tensor))
 
 
 def identity_of(tensor: torch.Tensor) -> int:

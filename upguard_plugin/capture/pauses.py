@@ -32,3 +32,17 @@ def aside(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         recorder.threads_aside.discard(threading.get_ident())
+
+
+@contextmanager
+def inside_kernel(recorder: Recorder) -> Iterator[None]:
+    """Inside, the operators of this thread are the own work of what it called, and no events."""
+    thread, inside = threading.get_ident(), recorder.threads_inside
+    if thread in inside:
+        yield
+        return
+    inside.add(thread)
+    try:
+        yield
+    finally:
+        inside.discard(thread)

@@ -42,6 +42,7 @@ class Recording:
         self.active = True  # False outside the selected steps: probes return at once
         self.failure = ""  # why recording ended early
         self.threads_aside: set[int] = set()  # what they do is no part of the training
+        self.threads_inside: set[int] = set()  # a kernel, or a wait: its operators are no events
         self._writer = writer
         self._queue = queue_
         self._deferred = DeferredRows(FingerprintQueue(sketch_size=queue_.sketch_size), writer.note)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,3 +90,14 @@ def state_bytes(state: Tensor) -> bytes:
     if len(found) == _CPU_STATE_BYTES:
         return b"".join(found[field] for field in _CPU_FIELDS)
     return found
+
+
+def default_generator(device: Any) -> torch.Generator | None:
+    """The generator an operator on the device draws from, where it can be read without waiting."""
+    device = torch.device(device or "cpu")
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]

@@ -64,6 +64,8 @@ class Storage:
     _writers: dict[Extent, int] | None = None  # all of them, once there is another
     _blank: Sequence[Extent] = ()  # bytes that nobody has written yet
     _filled: int = 0  # bytes that strided writes put among the blank ones
+    _told: Sequence[Extent] = ()  # bytes that are blank whatever is forgotten
+    pads: bool = False  # the blank bytes lie among others: what is made of them is blank as well
     holds: Sequence[Held] = ()  # whose elements its bytes are; kept by contents.py
 
     # Held by the class: when Python ends, modules are emptied before the last entry goes.
@@ -187,11 +189,28 @@ class Storage:
         self.holds = ()
         self._first, self._writer, self._writers = NONE, NONE, None
         self._blank, self._filled = ((0, self.size - 1),), 0
+        self._told, self.pads = (), False
+
+    @property
+    def blank_extents(self) -> Sequence[Extent]:
+        """Bytes that hold no value."""
+        return self._blank
+
+    @property
+    def knows_blank(self) -> bool:
+        """Whether the blank extents are so to the byte: no write had gaps among them."""
+        return not self._filled
 
     def blank(self, extent: Extent) -> None:
         """These bytes, too, are whatever memory held before."""
         if extent not in self._blank:
             self._blank = (*self._blank, extent)
+
+    def keep_blank(self, extents: Sequence[Extent]) -> None:
+        """These bytes are blank until they are seen to be written, and again when told again."""
+        self._told = extents
+        for extent in extents:
+            self.blank(extent)
 
     def forget_held(self, tensor: torch.Tensor) -> None:
         """What the bytes that the tensor reaches were is not known any more."""
@@ -227,17 +246,17 @@ class Storage:
         if last - first + 1 > tensor.nbytes:  # with gaps, which other writes may fill
             self._filled += tensor.nbytes
             if self._filled >= sum(high - low + 1 for low, high in self._blank):
-                self._blank = ()
+                self.forget_blank()
             return
         left: list[Extent] = []
         for low, high in self._blank:
             left += [] if first <= low else [(low, min(high, first - 1))]
             left += [] if high <= last else [(max(low, last + 1), high)]
-        self._blank = left
+        self._blank, self.pads = left, bool(left)
 
     def forget_blank(self) -> None:
         """Take all bytes for written: by something that did not say which."""
-        self._blank = ()
+        self._blank, self._filled, self.pads = self._told, 0, bool(self._told)
 
 
 class Storages:
@@ -247,6 +266,7 @@ class Storages:
         self._by_address: dict[int, Storage] = {}  # by where torch keeps the storage
         self._room = 4096
         self._reuses = 0
+        self.have_padding = False  # whether some of them had blank bytes among others
         self.hold_names = False  # whether any entry ever had something in `holds`
 
     def __len__(self) -> int:

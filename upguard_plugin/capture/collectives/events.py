@@ -20,6 +20,7 @@ from upguard_plugin.capture.collectives.holdings import Holds
 from upguard_plugin.capture.collectives.plans import Buffer, Plan
 from upguard_plugin.capture.collectives.under_way import Output, Use
 from upguard_plugin.capture.deferred import Ticket
+from upguard_plugin.capture.padding import tell_placed
 from upguard_plugin.capture.recorder import Recorder
 from upguard_plugin.capture.shield import shielded
 from upguard_plugin.records import Placement
@@ -65,6 +66,7 @@ class CollectiveEvents:
                     moment="launch", placement=self._placement_of(buffer),
                     holds=launch.holds.get(("input", buffer.slot), ()), **launch.fields,
                 )  # fmt: skip
+                self._tell_padding(buffer)
 
     def launched_with_objects(self, launch: Launch) -> None:
         """That it was called, with nothing inside: equal objects need not have equal pickles."""
@@ -87,6 +89,7 @@ class CollectiveEvents:
                 moment="completion", placement=self._placement_of(buffer),
                 holds=launch.holds.get((role, buffer.slot), ()), **launch.fields,
             )  # fmt: skip
+            self._tell_padding(buffer)
             if ticket is not None:
                 reserved.append(Reserved(ticket, buffer.slot, _memory_of(buffer.tensor)))
         return reserved
@@ -125,8 +128,18 @@ class CollectiveEvents:
             )  # fmt: skip
 
     def _placement_of(self, buffer: Buffer) -> Placement | None:
-        placed = (placement for placer in self.placers if (placement := placer(buffer.tensor)))
-        return next(placed, buffer.placement)
+        return self._placed(buffer.tensor) or buffer.placement
+
+    def _placed(self, tensor: torch.Tensor) -> Placement | None:
+        placed = (placement for placer in self.placers if (placement := placer(tensor)))
+        return next(placed, None)
+
+    def _tell_padding(self, buffer: Buffer) -> None:
+        """What a placer leaves out of a buffer is no value for operators either."""
+        storages = self.recorder.storages
+        placement = None if storages is None else self._placed(buffer.tensor)
+        if storages is not None and placement is not None:
+            tell_placed(storages, buffer.tensor, placement)
 
     def _sender(self, launch: Launch, work: Work) -> tuple[int, int]:
         """(global rank, number of the message) of the one that a receive from any has met."""

@@ -67,7 +67,7 @@ class CollectiveProbe:
         self._events = CollectiveEvents(recorder, self.groups)
         self.placers = self._events.placers
         self.under_way = UnderWay(self._events.used_early)
-        self._works = Works(self.under_way)
+        self._works = Works(recorder, self.under_way)
         self._library: torch.library.Library | None = None
         self._functional: torch.library.Library | None = None
 

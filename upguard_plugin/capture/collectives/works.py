@@ -27,6 +27,8 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from upguard_plugin.capture.collectives.under_way import Flight, UnderWay
+from upguard_plugin.capture.pauses import inside_kernel
+from upguard_plugin.capture.recorder import Recorder
 
 _CATCH_UP_S = 60.0  # for the hashing of buffers that are final already; more is a failure of ours
 _OWN_REFERENCES = 2  # to a Work, where its references are counted: a variable and an argument
@@ -51,7 +53,8 @@ class Pending:
 class Works:
     """All Works under way of this process."""
 
-    def __init__(self, under_way: UnderWay) -> None:
+    def __init__(self, recorder: Recorder, under_way: UnderWay) -> None:
+        self._recorder = recorder
         self._under_way = under_way
         self.num_dropped = 0  # never waited for, as far as we can see
         self._lock = threading.Lock()
@@ -186,7 +189,8 @@ class Works:
     def _wait(self, original: Callable[..., Any], work: Work, *args: Any, **kwargs: Any) -> Any:
         if self._under_way.outputs:
             self._under_way.waits(work)
-        result = original(work, *args, **kwargs)
+        with inside_kernel(self._recorder):  # some backends copy their results out now
+            result = original(work, *args, **kwargs)
         self._end_all(work)
         return result
 

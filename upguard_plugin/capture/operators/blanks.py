@@ -1,20 +1,52 @@
-"""Memory that nobody has written yet, and copies of it: no value of the run.
+"""Memory that nobody has written yet, and what is made of it: no value of the run.
 
-In:  operators that allocate, and operators that put elements elsewhere as they are.
+In:  operators that allocate, that put elements elsewhere, and that work element by element.
 Out: to the storages, which bytes are blank.
+
+A copy of blank memory is blank. What an operator computes from a tensor that nobody wrote at all is
+a value: it has been read. Padding, which is blank among values, makes padding where an operator
+works element by element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from upguard_plugin.capture import padding
 from upguard_plugin.capture.contents import JOINS, joined_outermost
 from upguard_plugin.capture.extents import extent_of
 from upguard_plugin.capture.operators.arguments import Argument, tensors_returned
+from upguard_plugin.capture.operators.schema import Operator
+from upguard_plugin.capture.padding import Elements
 from upguard_plugin.capture.storages import Storages
+from upguard_plugin.trace.batch import NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """Elements of an operator's results that hold no value."""
+
+    # (index in a list, shape, elements) of what they were made of; no shape: of any
+    parts: tuple[tuple[int, torch.Size | None, Elements], ...] = ()
+    is_vague: bool = False  # which elements it are is not known: the results are no events
+
+    def of(self, argument: Argument) -> Elements:
+        """Those of one result."""
+        shape = argument.tensor.shape
+        return padding.union(
+            one
+            for element, like, elements in self.parts
+            if element == argument.element and like in (None, shape)
+            for one in elements
+        )
+
+
+_ADDED = "grad_added_to_main_grad"
+_VAGUE = Blank(is_vague=True)
 
 
 def made(storages: Storages, arguments: Sequence[Argument], result: Any) -> None:
@@ -31,42 +63,99 @@ def made(storages: Storages, arguments: Sequence[Argument], result: Any) -> None
             storage.make_blank()
 
 
-def copied(storages: Storages, name: str, arguments: Sequence[Argument], result: Any) -> bool:
-    """Whether an operator copied memory that nobody wrote: what it made is none of the run."""
-    if name in JOINS:
+def left_by(
+    storages: Storages, operator: Operator, arguments: Sequence[Argument], result: Any
+) -> Blank | None:
+    """What an operator that has run leaves without a value; None: nothing."""
+    if operator.name in JOINS:
         return _joined(storages, arguments, result)
+    if operator.copies:
+        return _copied(storages, arguments, result)
+    parts = []
+    for argument in arguments:
+        storage = argument.storage
+        if storage is None or not storage.pads or is_replaced(operator, argument):
+            continue
+        elements = padding.blank_elements(storage, argument.tensor)
+        if elements:
+            parts.append((argument.element, argument.tensor.shape, elements))
+    return Blank(tuple(parts)) if parts else None
+
+
+def stand_ins(storages: Storages, node: Any, returned: Sequence[Argument]) -> list[Argument]:
+    """Gradients that hold no value: a kernel has added the real ones to `main_grad` itself.
+
+    A backward that does so marks the weight, and returns memory that nobody wrote so that the
+    weight's hooks run (Megatron, Transformer Engine).
+    """
+    weights: list[Any] = [getattr(made_by, "variable", None) for made_by, _ in node.next_functions]
+    shapes = [weight.shape for weight in weights if getattr(weight, _ADDED, False)]
+    found = [a for a in returned if shapes and a.tensor.shape in shapes and _is_blank(a)]
+    for argument in found:
+        assert argument.storage is not None
+        argument.storage.pads = storages.have_padding = True
+    return found
+
+
+def has_value(operator: Operator, argument: Argument) -> bool:
+    """Whether all of an argument is a value of the run when the operator begins."""
+    # out=: what was in that memory before plays no part.
+    replaced = operator.overwrites or isinstance(argument.key, str)
+    if replaced and argument.key in operator.written:
+        return False
+    return argument.storage is None or argument.storage.has_value(argument.tensor)
+
+
+def is_replaced(operator: Operator, argument: Argument) -> bool:
+    """Whether what was in the memory of an argument before plays no part."""
+    replaces = operator.overwrites or isinstance(argument.key, str)  # out=
+    return replaces and argument.key in operator.written
+
+
+def _copied(storages: Storages, arguments: Sequence[Argument], result: Any) -> Blank | None:
     source = arguments[-1]
     if not _is_blank(source):
-        return False
-    if len(arguments) == 1:
-        copy = storages.find(result)
-        if copy is not None:
-            copy.make_blank()
-    elif arguments[0].storage is not None:  # into memory that is there
-        arguments[0].storage.forget()
-        if arguments[0].tensor.is_contiguous():
-            arguments[0].storage.blank(extent_of(arguments[0].tensor))
-    return True
+        return None
+    assert source.storage is not None
+    into = arguments[0].tensor if len(arguments) > 1 else result
+    elements = padding.blank_elements(source.storage, source.tensor)
+    if elements and into.is_contiguous() and into.shape == source.tensor.shape:
+        return Blank(((NONE, None, elements),))
+    _make_all_blank(storages, into)
+    return _VAGUE
 
 
-def _joined(storages: Storages, arguments: Sequence[Argument], result: torch.Tensor) -> bool:
-    """As `copied`, of tensors that lie behind each other in the result; others are values."""
+def _joined(
+    storages: Storages, arguments: Sequence[Argument], result: torch.Tensor
+) -> Blank | None:
+    """Of tensors that lie behind each other in the result the elements are known."""
     sources = [argument for argument in arguments if argument.key == 0]
-    are_blank = [_is_blank(source) for source in sources]
-    storage = storages.find(result) if any(are_blank) else None
+    if not any(_is_blank(source) for source in sources):
+        return None
+    found: list[tuple[int, int]] = []
+    begin = 0
+    if result.is_contiguous() and joined_outermost(result, [one.tensor for one in sources]):
+        for source in sources:
+            if _is_blank(source):
+                assert source.storage is not None
+                elements = padding.blank_elements(source.storage, source.tensor)
+                if elements is None:
+                    elements = ((0, source.tensor.numel()),)
+                found += [(begin + first, begin + stop) for first, stop in elements]
+            begin += source.tensor.numel()
+        return Blank(((NONE, None, padding.union(found)),))
+    _make_all_blank(storages, result)
+    return _VAGUE
+
+
+def _make_all_blank(storages: Storages, tensor: torch.Tensor) -> None:
+    """One with gaps is left as it is: the bytes between them are another's."""
+    storage = storages.find(tensor)
     if storage is None:
-        return False
-    storage.make_blank()
-    tensors = [source.tensor for source in sources]
-    if result.is_contiguous() and joined_outermost(result, tensors):
-        begin = int(result.storage_offset()) * result.element_size()
-        storage.forget_blank()
-        for tensor, is_blank in zip(tensors, are_blank, strict=True):
-            end = begin + tensor.numel() * result.element_size()
-            if is_blank and begin < end:
-                storage.blank((begin, end - 1))
-            begin = end
-    return True
+        return
+    storage.forget()
+    if tensor.is_contiguous():
+        storage.blank(extent_of(tensor))
 
 
 def _is_blank(argument: Argument) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from upguard_plugin.capture import contents
+from upguard_plugin.capture import contents, padding
 from upguard_plugin.capture.collectives.under_way import UnderWay
 from upguard_plugin.capture.extents import extent_of
 from upguard_plugin.capture.operators import blanks
@@ -26,13 +26,14 @@ from upguard_plugin.capture.operators.arguments import (
     tensors_given,
     tensors_returned,
 )
+from upguard_plugin.capture.operators.blanks import Blank
 from upguard_plugin.capture.operators.early import look_for_use
 from upguard_plugin.capture.operators.locator import Locator
 from upguard_plugin.capture.operators.places import Place
 from upguard_plugin.capture.operators.schema import Operator, describe, opaque_operator
 from upguard_plugin.capture.operators.sites import Site, Sites
 from upguard_plugin.capture.probe import Host
-from upguard_plugin.capture.rng import generator_state
+from upguard_plugin.capture.rng import default_generator, generator_state
 from upguard_plugin.capture.shield import ignore, out_of_sight, shielded
 from upguard_plugin.capture.storages import Storages
 from upguard_plugin.trace.batch import NONE
@@ -83,7 +84,7 @@ class OperatorCalls:
         if self._position.step != self._step:
             self._follow_step()
         operator = describe(func)
-        every = self._inputs_wanted or self._under_way.outputs
+        every = self._inputs_wanted or self._under_way.outputs or self.storages.have_padding
         if operator.is_view or not operator.is_observed or (operator.is_silent and not every):
             self._locator.place_quickly()
             return None
@@ -115,8 +116,11 @@ class OperatorCalls:
         return self._begin_recorded(operator, arguments, args, kwargs)
 
     @shielded
-    def finish_opaque(self, running: Running | None, result: Any) -> None:
-        """Record what that code returned; nothing of what it touched is trusted any more."""
+    def finish_opaque(self, running: Running | None, result: Any, node: Any = None) -> None:
+        """Record what that code returned; nothing of what it touched is trusted any more.
+
+        node: of the graph, if it was its backward.
+        """
         if running is None:
             return
         returned = tensors_returned(result)
@@ -129,7 +133,10 @@ class OperatorCalls:
         for argument in running.arguments:
             if argument.key in running.operator.written:
                 self._written(running, argument, "after")
+        stand_ins = () if node is None else blanks.stand_ins(self.storages, node, returned)
         for argument in returned:
+            if any(argument is one for one in stand_ins):
+                continue
             if argument.storage is not None:
                 argument.storage.forget_blank()
             if not is_traceable_wrapper_subclass(argument.tensor):
@@ -158,9 +165,11 @@ class OperatorCalls:
             self._record_generator(running, site, kwargs)
         if self._inputs_wanted and not operator.makes_uninitialised:
             for argument in arguments:
-                if self._has_value(operator, argument):
-                    moment = "before" if argument.key in operator.written else None
+                moment = "before" if argument.key in operator.written else None
+                if blanks.has_value(operator, argument):
                     self._record(running, argument, "input", moment)
+                elif not blanks.is_replaced(operator, argument):
+                    self._record_values(running, argument, "input", moment)
         return running
 
     def finish(self, running: Running, result: Any) -> None:
@@ -169,8 +178,11 @@ class OperatorCalls:
         if operator.makes_uninitialised:
             blanks.made(self.storages, arguments, result)
             return
-        if operator.copies and blanks.copied(self.storages, operator.name, arguments, result):
-            return
+        blank = None
+        if operator.copies or (self.storages.have_padding and operator.by_element):
+            blank = blanks.left_by(self.storages, operator, arguments, result)
+            if blank is not None and blank.is_vague:
+                return
         if operator.moves and self.storages.hold_names:
             contents.follow(self.storages, operator.name, arguments, result)
         if operator.written:
@@ -178,7 +190,7 @@ class OperatorCalls:
                 if argument.key in operator.written:
                     if operator.overwrites and not operator.moves:
                         contents.overwritten(argument)
-                    self._written(running, argument, "after")
+                    self._written(running, argument, "after", blank)
             if operator.returns_written:
                 return
         elif operator.is_foreign:
@@ -195,11 +207,13 @@ class OperatorCalls:
                     returned.storage.make_blank()
                 continue
             if returned.storage not in known or operator.writes_its_result:
-                self._written(running, returned, None)
+                self._written(running, returned, None, blank)
                 if operator.writes_its_result:
                     break
 
-    def _written(self, running: Running, argument: Argument, moment: str | None) -> None:
+    def _written(
+        self, running: Running, argument: Argument, moment: str | None, blank: Blank | None = None
+    ) -> None:
         """Record what the operator left in a tensor, and that it wrote it."""
         storage, tensor = argument.storage, argument.tensor
         if moment is not None and torch.is_grad_enabled():
@@ -211,7 +225,14 @@ class OperatorCalls:
             self._record(running, argument, "output", moment)
             return
         storage.writing(tensor, running.phase, moment is not None)
-        writer = self._record(running, argument, "output", moment)
+        if storage.pads:
+            self.storages.have_padding = True
+        elements = () if blank is None else blank.of(argument)
+        if not elements:
+            writer = self._record(running, argument, "output", moment)
+        else:
+            padding.make_blank(self.storages, storage, tensor, elements)
+            writer = self._record_values(running, argument, "output", moment)
         storage.note_writer(extent_of(tensor), writer)
 
     def _running(
@@ -232,14 +253,6 @@ class OperatorCalls:
         # A parameter's operators are selected with the parameter, or with its module.
         return self._selected(boundary) or self._selected(boundary.rpartition(".")[0])
 
-    def _has_value(self, operator: Operator, argument: Argument) -> bool:
-        """Whether an argument holds a value of the run when the operator begins."""
-        # out=: what was in that memory before plays no part.
-        replaced = operator.overwrites or isinstance(argument.key, str)
-        if replaced and argument.key in operator.written:
-            return False
-        return argument.storage is None or argument.storage.has_value(argument.tensor)
-
     def _record(self, running: Running, argument: Argument, role: str, moment: str | None) -> int:
         site = running.site
         if site is None:
@@ -252,12 +265,33 @@ class OperatorCalls:
             storage=argument.storage,
         )  # fmt: skip
 
+    def _record_values(
+        self, running: Running, argument: Argument, role: str, moment: str | None
+    ) -> int:
+        """As `_record`, of a tensor with blank elements: the others, if it is known which."""
+        storage, tensor, site = argument.storage, argument.tensor, running.site
+        blank = None if storage is None else padding.blank_elements(storage, tensor)
+        if site is None or blank is None or padding.is_all(blank, tensor):
+            return NONE
+        if not blank:
+            return self._record(running, argument, role, moment)
+        if running.element_sites and argument.element != NONE:
+            site = running.element_sites[argument.element]
+        placement = padding.without(blank, tuple(tensor.shape))
+        key = self.recorder.key_of(
+            site.boundary, tensor, role=role, slot=argument.slot, phase=site.phase,
+            operator=site.operator, placement=placement, source=site.source, moment=moment,
+        )  # fmt: skip
+        return self.recorder.record_as(
+            key, tensor, placement, running.place.microbatch, running.call, storage=storage
+        )
+
     def _record_generator(self, running: Running, site: Site, kwargs: dict[str, Any]) -> None:
         """The state that the operator will draw from is one of its inputs."""
         generator = kwargs.get("generator")
         if generator is None:
             device = next((argument.tensor.device for argument in running.arguments), None)
-            generator = _default_generator(kwargs.get("device") or device)
+            generator = default_generator(kwargs.get("device") or device)
         if generator is not None:
             self.recorder.record_bytes(
                 site.boundary, generator_state(generator), role="rng", slot=_RNG_SLOT,
@@ -271,14 +305,3 @@ class OperatorCalls:
         self._step = self._position.step
         self._sites.begin_step()
         self._locator.forget()
-
-
-def _default_generator(device: Any) -> torch.Generator | None:
-    """The generator an operator on the device draws from, where it can be read without waiting."""
-    device = torch.device(device or "cpu")
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import BackwardCFunction, Function
 
+from upguard_plugin.capture.pauses import inside_kernel
+
 if TYPE_CHECKING:
     from upguard_plugin.capture.operators.probe import OperatorProbe
 
@@ -89,7 +91,7 @@ class OpaqueCode:
             name = f"autograd.{node._forward_cls.__name__}"
             running = probe.calls.begin_opaque(name, grads, {})
             result = original(node, *grads)
-            probe.calls.finish_opaque(running, result)
+            probe.calls.finish_opaque(running, result, node)
             return result
 
         return apply
@@ -106,7 +108,7 @@ class OpaqueCode:
                     return launcher(*args, **kwargs)
                 name = f"triton.{_name_of(kernel)}"
                 running = probe.calls.begin_opaque(name, args, kwargs, writes=True)
-                with probe.inside_launch():
+                with inside_kernel(probe.recorder):
                     result = launcher(*args, **kwargs)
                 probe.calls.finish_opaque(running, None)
                 return result

@@ -6,8 +6,6 @@ Out: calls of `calls.py`, around each operator that is the training's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -50,7 +48,7 @@ class OperatorProbe(TorchDispatchMode):
         self.calls = OperatorCalls(guard)
         self._opaque = OpaqueCode(self)
         self._entered = False
-        self._launching: set[int] = set()  # threads inside a launch
+        self._inside = guard.recorder.threads_inside
 
     def attach(self) -> None:
         """Enter the mode, for this thread and for the backward threads it starts."""
@@ -75,7 +73,7 @@ class OperatorProbe(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.recorder.active or (self._launching and get_ident() in self._launching):
+        if not self.recorder.active or (self._inside and get_ident() in self._inside):
             return func(*args, **kwargs)
         if _dispatch_mode(_FAKE) is not None:
             return func(*args, **kwargs)  # nothing is computed: shapes are worked out
@@ -126,19 +124,10 @@ class OperatorProbe(TorchDispatchMode):
         return (
             self._entered
             and self.recorder.active
-            and get_ident() not in self._launching
+            and get_ident() not in self._inside
             and not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
             and not torch.compiler.is_compiling()
         )
-
-    @contextmanager
-    def inside_launch(self) -> Iterator[None]:
-        """What this thread's operators do inside is the launch's own work, and no event."""
-        self._launching.add(get_ident())
-        try:
-            yield
-        finally:
-            self._launching.discard(get_ident())
 
     @shielded
     def hand_out(self, tensor: torch.Tensor) -> None:

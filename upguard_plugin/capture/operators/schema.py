@@ -26,6 +26,9 @@ _OVERWRITING = {
 }  # fmt: skip
 # Their last argument, or the list they get, is copied as it is: what nobody wrote stays no value.
 _COPYING = {"copy_", "clone", "_to_copy", "cat", "stack"}
+# By name: element i of a result comes of element i of the arguments, as with torch's tag pointwise.
+_BY_ELEMENT = ("_foreach_", "_fused_", "_amp_foreach_", "native_dropout")
+_REDUCING = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 # They compute nothing of the run: bookkeeping of the profiler and of autograd.
 _UNOBSERVED_NAMESPACES = {"profiler", "prim", "prims"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -64,6 +67,7 @@ class Operator:
     written: frozenset[int | str]  # positions of arguments it writes, or names of keyword-only ones
     overwrites: bool  # what was in the memory it writes plays no part
     copies: bool  # what it writes or returns has the value of its last argument, or of a list
+    by_element: bool  # element i of what it writes or returns comes of element i of its arguments
     is_view: bool  # its results are other looks at its arguments
     is_random: bool  # it draws from a generator
     is_foreach: bool  # element i of each list argument belongs together
@@ -112,6 +116,9 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
     # Its results may share memory with any argument, or the others tell whom or where it is for.
     shares = not returns_written if written else any(aliases)
     copies = namespace == "aten" and name in _COPYING
+    by_element = torch.Tag.pointwise in overload.tags or (
+        name.startswith(_BY_ELEMENT) and name not in _REDUCING
+    )
     any_matters = namespace != "aten" or shares or is_foreach or is_random or copies
     is_silent = namespace == "aten" and not written and not any(map(_holds_tensors, schema.returns))
     return Operator(
@@ -119,6 +126,7 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
         written=frozenset(written),
         overwrites=namespace == "aten" and name in _OVERWRITING,
         copies=copies,
+        by_element=by_element,
         # `set_` gives a tensor another storage: it writes no memory.
         is_view=name == "set_"
         or (bool(aliases) and not written and all(alias is not None for alias in aliases)),
@@ -154,6 +162,7 @@ def opaque_operator(name: str, written: frozenset[int | str] | None = None) -> O
         written=written or frozenset(),
         overwrites=False,
         copies=False,
+        by_element=False,
         is_view=False,
         is_random=False,
         is_foreach=False,
