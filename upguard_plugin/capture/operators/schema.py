@@ -25,6 +25,8 @@ _OVERWRITING = {
 }  # fmt: skip
 # Their last argument, or the list they get, is copied as it is: what nobody wrote stays no value.
 _COPYING = {"copy_", "clone", "_to_copy", "cat", "stack"}
+# Their results share the memory of their argument although the schema does not say so.
+_UNANNOTATED_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
 # They compute nothing of the run: bookkeeping of the profiler and of autograd.
 _UNOBSERVED_NAMESPACES = {"profiler", "prim", "prims"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -118,6 +120,7 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
         copies=copies,
         # `set_` gives a tensor another storage: it writes no memory.
         is_view=name == "set_"
+        or (namespace == "aten" and name in _UNANNOTATED_VIEWS)
         or (bool(aliases) and not written and all(alias is not None for alias in aliases)),
         is_random=is_random,
         is_foreach=is_foreach,

@@ -16,7 +16,8 @@ from upguard_plugin.capture.frames import WRAPPERS
 from upguard_plugin.records import Source
 
 _LIBRARIES = (
-    str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen", *WRAPPERS,
+    str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen",
+    "<eval_with_key", *WRAPPERS,  # the former is code that torch has written
 )  # fmt: skip
 _UNKNOWN: dict[int, Source] = {}
 
