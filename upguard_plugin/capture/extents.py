@@ -7,6 +7,8 @@ from collections.abc import Hashable
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+# That of UntypedStorage may be watched by a probe.
+storage_data_ptr = torch._C.StorageBase.data_ptr  # type: ignore[attr-defined]
 Extent = tuple[int, int]  # first and last byte that a tensor reaches in its storage
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from upguard_plugin.capture.extents import Extent, extent_of, is_tracked
+from upguard_plugin.capture.extents import Extent, extent_of, is_tracked, storage_data_ptr
 from upguard_plugin.trace.batch import NONE
 
 # Of the hashes that need not be taken, one in so many is: writes out of sight show there.
@@ -165,6 +165,13 @@ class Storage:
             left += [] if high <= last else [(max(low, last + 1), high)]
         self._blank = left
 
+    def lose_sight(self, for_good: bool) -> None:
+        """Something that the dispatcher does not show may write it from now on."""
+        self.forget()
+        self.forget_blank()
+        self.in_sight = False
+        self.exposed |= for_good
+
     def forget_blank(self) -> None:
         """Take all bytes for written: by something that did not say which."""
         self._blank = ()
@@ -177,6 +184,7 @@ class Storages:
         self._by_address: dict[int, Storage] = {}  # by where torch keeps the storage
         self._room = 4096
         self._reuses = 0
+        self.sample = SAMPLE  # 1: no hash is used again
 
     def __len__(self) -> int:
         return len(self._by_address)
@@ -186,7 +194,7 @@ class Storages:
         storage = tensor.untyped_storage()
         identity = storage._cdata
         entry = self._by_address.get(identity)
-        address, size = storage.data_ptr(), storage.nbytes()
+        address, size = storage_data_ptr(storage), storage.nbytes()
         if entry is None:
             if len(self._by_address) >= self._room:
                 self.prune()
@@ -231,9 +239,9 @@ class Storages:
         self._by_address = {a: e for a, e in self._by_address.items() if not e.in_sight}
 
     def is_due(self) -> bool:
-        """Whether a hash that need not be taken is taken all the same: one in SAMPLE."""
+        """Whether a hash that need not be taken is taken all the same: one in `sample`."""
         self._reuses += 1
-        return self._reuses % SAMPLE == 0
+        return self._reuses % self.sample == 0
 
     def lose_sight(self, tensor: torch.Tensor, *, for_good: bool = False) -> None:
         """The tensor may be written where the dispatcher does not show it.
@@ -242,10 +250,16 @@ class Storages:
         """
         entry = self.find(tensor)
         if entry is not None:
-            entry.forget()
-            entry.forget_blank()
-            entry.in_sight = False
-            entry.exposed |= for_good
+            entry.lose_sight(for_good)
+
+    def hand_out(self, storage: torch.UntypedStorage) -> None:
+        """Somebody gets the address of a storage, without a tensor to tell its version."""
+        if storage._cdata not in self._by_address:
+            address, size = storage_data_ptr(storage), storage.nbytes()
+            self._by_address[storage._cdata] = Storage(
+                StorageWeakRef(storage), address, size, in_sight=False
+            )
+        self._by_address[storage._cdata].lose_sight(for_good=True)
 
     def writing(self, entry: Storage, tensor: torch.Tensor, phase: str, in_place: bool) -> None:
         """Note a write by the operator that is running: all that was known of the bytes is void."""
