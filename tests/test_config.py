@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,17 @@ def test_steps_and_interval_select_together():
     config = UpGuardConfig(steps="4-6,10-", interval=2)
     assert [s for s in range(16) if config.selected_step(s)] == [4, 6, 10, 12, 14]
     assert all(UpGuardConfig().selected_step(s) for s in range(5))
+
+
+def test_a_long_run_asks_for_its_steps_and_no_memory_is_kept():
+    config = UpGuardConfig()
+    tracemalloc.start()
+    assert all(config.selected_step(step) for step in range(1000))
+    before = tracemalloc.get_traced_memory()[0]
+    assert all(config.selected_step(step) for step in range(1000, 5000))
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 4000
 
 
 def test_ranks_select():

@@ -97,7 +97,6 @@ def range_pairs(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-@lru_cache(maxsize=1 << 16)
 def in_ranges(text: str | None, number: int) -> bool:
     """Whether the number is in one of the ranges; None holds every number."""
     return text is None or any(first <= number <= last for first, last in range_pairs(text))

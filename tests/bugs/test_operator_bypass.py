@@ -11,12 +11,15 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import upguard_plugin
 from tests.bugs.training import Deed, compare, found, record
 
 SMALL = {"num_layers": 1, "width": 16, "num_heads": 2, "vocabulary": 32, "length": 8}
+WIDE = SMALL | {"width": 64, "length": 32}
 
 
 def by_numpy(tensor: torch.Tensor) -> None:
@@ -31,6 +34,13 @@ def by_address(tensor: torch.Tensor) -> None:
 def by_address_of_storage(tensor: torch.Tensor) -> None:
     element = ctypes.c_float.from_address(tensor.untyped_storage().data_ptr() + 20)
     element.value += 1
+
+
+def by_bare_address(tensor: torch.Tensor) -> None:
+    """Without a word to Python: torch does not know that the address was taken."""
+    address = torch._C.TensorBase.data_ptr(tensor)
+    memory = (ctypes.c_float * tensor.numel()).from_address(address)
+    np.ctypeslib.as_array(memory)[:] *= 2
 
 
 def overwriting(write: Callable[[torch.Tensor], None]) -> Deed:
@@ -49,12 +59,25 @@ def clean(tmp_path_factory):
     return record(tmp_path_factory.mktemp("clean") / "clean", level="op", **SMALL)
 
 
-@pytest.mark.parametrize("write", [by_numpy, by_address, by_address_of_storage])
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Its activations are longer than what is hashed each time that it is read."""
+    return record(tmp_path_factory.mktemp("wide") / "wide", level="op", **WIDE)
+
+
+@pytest.mark.parametrize("write", [by_numpy, by_address, by_bare_address, by_address_of_storage])
 def test_a_write_that_bypasses_torch_is_an_overwritten_tensor(clean, tmp_path, write):
     faulty = record(tmp_path / "faulty", level="op", before_step=overwriting(write), **SMALL)
+    assert_overwritten(compare(clean, faulty))
 
-    verdict = compare(clean, faulty)
 
+@pytest.mark.parametrize("write", [by_numpy, by_address, by_bare_address])
+def test_so_is_one_of_a_long_tensor(wide, tmp_path, write):
+    faulty = record(tmp_path / "faulty", level="op", before_step=overwriting(write), **WIDE)
+    assert_overwritten(compare(wide, faulty))
+
+
+def assert_overwritten(verdict: dict) -> None:
     assert found(verdict, "step", "phase", "boundary", "role") == (
         1, "forward", "blocks.0.mlp.fc2", "input",
     )  # fmt: skip
@@ -69,6 +92,27 @@ def test_an_array_that_is_only_read_changes_nothing(clean, tmp_path):
 
     again = record(tmp_path / "again", level="op", before_step=overwriting(read), **SMALL)
     assert compare(clean, again)["verdict"] == "identical"
+
+
+def test_a_number_that_was_expanded_and_overwritten_is_seen(tmp_path):
+    """Its elements are many, its bytes are few."""
+
+    def run(name: str, factor: float):
+        model = torch.nn.Identity()
+        settings = {"level": "op", "output_dir": str(tmp_path / name)}
+        with upguard_plugin.enable(model, None, settings) as guard:
+            number = torch.full((), 2.0)
+            many = number.expand(100, 100)
+            first = many.sum()
+            memory = (ctypes.c_float * 1).from_address(torch._C.TensorBase.data_ptr(number))
+            memory[0] *= factor
+            (first + many.mean()).item()
+            guard.step()
+        return tmp_path / name
+
+    first = compare(run("baseline", 1.0), run("target", 3.0))["first_divergence"]
+    assert (first["operator"], first["role"], first["slot"]) == ("aten.mean", "input", "args.0")
+    assert "overwritten in between" in first["explanation"]
 
 
 # As one that is built against torch, it finds the memory of a tensor without a word to Python; here

@@ -32,6 +32,8 @@ def record(
     output: Path,
     *,
     level: str = "module",
+    num_steps: int = NUM_STEPS,
+    adamw: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
     mode: Callable[[], AbstractContextManager[object]] = nullcontext,
     before_step: Deed = nothing,
@@ -39,11 +41,11 @@ def record(
     tokens_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda step, tokens: tokens,
     **model_options: Any,
 ) -> Path:
-    """Train for NUM_STEPS steps and return the run. The faults' hooks say when they are called."""
+    """Train and return the run. The faults' hooks say when they are called."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1)
     model = GPT(**model_options)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), **(adamw or {"foreach": False}))
     draws = torch.Generator().manual_seed(2)
     with (
         mode(),
@@ -53,7 +55,7 @@ def record(
             {"level": level, "output_dir": str(output), "program": output.name} | (config or {}),
         ) as guard,  # fmt: skip
     ):
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             shape = (BATCH, model.length + 1)
             text = torch.randint(0, model.vocabulary, shape, generator=draws)
             tokens = tokens_of(step, text[:, :-1].clone())
@@ -68,10 +70,10 @@ def record(
     return output
 
 
-def compare(baseline: Path, target: Path) -> dict[str, Any]:
+def compare(baseline: Path, target: Path, *options: str) -> dict[str, Any]:
     """The verdict of `upguard compare --format json`."""
     result = CliRunner().invoke(
-        upguard, ["compare", str(baseline), str(target), "--format", "json"]
+        upguard, ["compare", str(baseline), str(target), "--format", "json", *options]
     )
     assert result.exit_code in (0, 1), result.output
     return json.loads(result.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -177,6 +178,12 @@ SCENARIOS = {
     "reentrant checkpoint": (lambda: checkpointed(True), plain),
 }
 
+SETTINGS = {
+    "level module": {},
+    "level op": {"level": "op"},
+    "level op, outputs": {"level": "op", "roles": "output"},
+}
+
 
 def weights_of(models):
     models = models if isinstance(models, list) else [models]
@@ -193,8 +200,11 @@ def assert_bit_equal(ones, others):
         )
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_recording_changes_no_bit_and_twins_are_equal(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [*product(SCENARIOS, ["level module", "level op"]), ("plain", "level op, outputs")],
+)
+def test_recording_changes_no_bit_and_twins_are_equal(tmp_path, name, setting):
     build, train = SCENARIOS[name]
     seed()
     models, optimizers = build()
@@ -205,7 +215,7 @@ def test_recording_changes_no_bit_and_twins_are_equal(tmp_path, name):
     for twin in ("one", "two"):
         seed()
         models, optimizers = build()
-        with guarded(tmp_path / twin, models, optimizers) as guard:
+        with guarded(tmp_path / twin, models, optimizers, **SETTINGS[setting]) as guard:
             train(models, optimizers, guard)
         runs.append(Recorded(tmp_path / twin))
         assert_bit_equal(weights_of(models), expected)

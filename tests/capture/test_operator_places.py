@@ -36,6 +36,84 @@ def test_an_operator_between_two_modules_belongs_to_the_one_around_them(tmp_path
     assert {("0", "aten.mul"), ("0", "aten.cos"), ("0.second", "aten.mm")} <= backward
 
 
+class Gated(nn.Module):
+    """Writes in place what its own backward needs as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, gate = self.lin(x).chunk(2, dim=1)
+        return h.clone().mul_(gate).div_(gate.square() + 1).sin_()
+
+
+def test_the_backward_of_a_write_that_keeps_a_copy_belongs_to_its_module(tmp_path):
+    calls = calls_of(train(tmp_path / "run", nn.Sequential(Gated(), nn.Linear(4, 4))))
+
+    backward = [call for call in calls if call.phase == "backward"]
+    assert {call.boundary for call in backward} == {"0", "0.lin", "1"}
+    assert {("0", "aten.cos"), ("0", "aten.div"), ("0", "aten.mul")} <= {
+        (call.boundary, call.operator) for call in backward
+    }
+
+
+class Filled(nn.Module):
+    """Fills a buffer slice by slice, as caches are filled."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * 1
+        h[:, 0] = x[:, 1]
+        h[:, 2:].mul_(2.5)
+        return h
+
+
+class Views(nn.Module):
+    """Reads views of what was written since they were made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * 1
+        one, two = h[:, :2], h[:, 2:]
+        h.mul_(2)
+        return torch.cat([one * two, one], 1)
+
+
+class Squared(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+def test_the_backward_of_writes_to_views_belongs_to_their_module(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), Filled(), Squared(), Views(), Squared())
+    calls = calls_of(train(tmp_path / "run", model))
+
+    seen = {(call.boundary, call.operator) for call in calls if call.phase == "backward"}
+    operators = {name: {o for boundary, o in seen if boundary == name} for name, _ in seen}
+    assert operators == {
+        "4": {"aten.mul", "aten.add"},
+        "3": {"aten.mul", "aten.add", "aten.new_zeros", "aten.copy_"},
+        "2": {"aten.mul", "aten.add"},
+        "1": {"aten.copy_", "aten.clone", "aten.mul", "aten.zeros_like", "aten.select_backward",
+              "aten.add"},
+        "0": {"aten.mm", "aten.sum"},
+    }  # fmt: skip
+
+
+def test_the_backward_of_a_backward_belongs_to_the_module_of_the_forward(tmp_path):
+    def forward(model, x):
+        x.requires_grad_()
+        y = model(x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y + gradient.square()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    calls = calls_of(train(tmp_path / "run", model, forward=forward))
+
+    backward = [call for call in calls if call.phase == "backward"]
+    assert {call.boundary for call in backward} == {"(outside)", "0", "1", "2"}
+    assert len([c for c in backward if (c.boundary, c.operator) == ("1", "aten.mul")]) == 3
+
+
 def recorded(folder, optimizer_of, before_step):
     """One step of two layers; the calls of its operators."""
     torch.manual_seed(0)

@@ -31,11 +31,11 @@ def build(kind: str) -> tuple[nn.Module, nn.Module]:
     return fully_shard(inner), inner
 
 
-def train(kind: str, output: Path | None) -> list[bytes]:
+def train(kind: str, output: Path | None, **selected: str) -> list[bytes]:
     """Three steps; the bytes of this rank's weights afterwards."""
     model, inner = build(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    config = {"level": "op", "output_dir": str(output), "enabled": output is not None}
+    config = {"level": "op", "output_dir": str(output), "enabled": output is not None, **selected}
     draws = torch.Generator().manual_seed(dist.get_rank())
     with upguard_plugin.enable(model, optimizer, config) as guard:
         for _ in range(3):
@@ -48,11 +48,15 @@ def train(kind: str, output: Path | None) -> list[bytes]:
     return [p.contiguous().numpy().tobytes() for p in local]
 
 
-def trained_on_this_rank(folder: str) -> dict[str, bool]:
+def trained_on_this_rank(folder: str) -> dict[tuple[str, str], bool]:
+    """Whether the weights are those of a run without capture, by kind and what was recorded."""
     same = {}
     for kind in KINDS:
         plain = train(kind, None)
-        same[kind] = all(plain == train(kind, Path(folder) / f"{kind}{n}") for n in (0, 1))
+        whole = [train(kind, Path(folder) / f"{kind}{n}") for n in (0, 1)]
+        outputs = train(kind, Path(folder) / f"{kind}-outputs", roles="output")
+        same[kind, "inputs and outputs"] = whole == [plain, plain]
+        same[kind, "outputs"] = outputs == plain
     return same
 
 
@@ -62,9 +66,10 @@ def runs(pool_of_two):
         yield Path(folder), pool_of_two.get().run(trained_on_this_rank, folder)
 
 
+@pytest.mark.parametrize("recorded", ["inputs and outputs", "outputs"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_have_the_bits_of_a_run_without_capture(runs, kind):
-    assert [same[kind] for same in runs[1]] == [True, True]
+def test_weights_have_the_bits_of_a_run_without_capture(runs, kind, recorded):
+    assert [same[kind, recorded] for same in runs[1]] == [True, True]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,6 +79,9 @@ def test_two_equal_runs_are_identical(runs, kind):
         for trace in traces:
             assert trace.end(rank).complete, trace.end(rank).reason
         digests = [[entry.digest for entry in trace.steps(rank)] for trace in traces]
+        outputs = open_trace(runs[0] / f"{kind}-outputs")
+        assert outputs.end(rank).complete
+        assert 0 < len(outputs.read(rank, 1)) < len(traces[0].read(rank, 1))
         assert len(digests[0]) == 3
         assert digests[0] == digests[1]
 

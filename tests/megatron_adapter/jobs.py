@@ -43,6 +43,7 @@ class Job:
     untied: bool = True
     evaluate: bool = False
     level: str | None = "module"  # None: without capture
+    roles: str = ""  # of the events that are recorded, where not all are
     fault: str = ""
     fault_step: int = FAULT_STEP
     smoothing: bool = False  # of labels

@@ -23,7 +23,7 @@ SPECIAL = [
     Job("tied", pp=2, untied=False, layers=2),
     Job("fp16", tp=2, dtype="fp16", layers=2),
     Job("explicit", tp=2, explicit_groups=True, layers=2),
-    Job("operators", tp=2, level="op", layers=2),
+    Job("operators", tp=2, level="op", layers=1),
     Job("operators-overlapped", distributed=True, overlap=True, level="op", layers=1),
     Job("operators-sequence", tp=2, sequence_parallel=True, level="op", layers=1),
     Job("latent", tp=2, latent=True, sequence_parallel=True, layers=1),
@@ -40,10 +40,11 @@ SPECIAL = [
 JOBS = [*SPECIAL, *whole_matrix(LAYOUTS)]
 # The rest is run by `make test-long`.
 SHORT = (
-    "evaluated", "latent", "further", "experts-apart", "deferred", "operators-overlapped",
-    *pairwise(LAYOUTS),
+    "evaluated", "latent", "further", "experts-apart", "deferred", "operators",
+    "operators-overlapped", *pairwise(LAYOUTS),
 )  # fmt: skip
 LONG = {job.name: pytest.mark.long for job in JOBS if job.name not in SHORT}
+AT_LEVEL_OP = [job.name for job in SPECIAL if job.level == "op"]
 NAMES = [pytest.param(job.name, marks=LONG.get(job.name, ())) for job in JOBS]
 WITH_THE_WEIGHTS_OF_TP2 = {"pp2-full-fp32", "vpp2-selective-fp32", "ramp", "explicit"}
 CUT_IN_PLACE = "fp16"  # unscaling changes the gradients that were recorded before it
@@ -64,10 +65,15 @@ def ran(request, tmp_path_factory):
     if asked & WITH_THE_WEIGHTS_OF_TP2:
         asked.add("tp2-none-fp32")
     jobs = [job for job in JOBS if job.name in asked]
+    outputs = [
+        replace(job, name=f"{job.name}-outputs", roles="output", watch=False)
+        for job in jobs
+        if job.level == "op"
+    ]
     folder = tmp_path_factory.mktemp("layouts")
     twins = [replace(job, name=f"{job.name}-twin") for job in jobs]
     plain = [replace(job, name=f"{job.name}-plain", level=None, watch=False) for job in jobs]
-    return folder, train([*jobs, *twins, *plain], folder)
+    return folder, train([*jobs, *twins, *plain, *outputs], folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,6 +83,17 @@ def test_capture_leaves_every_weight_as_it_is_without(ran, name):
     for with_capture, without in zip(said[name], said[f"{name}-plain"], strict=True):
         assert with_capture["weights"] == without["weights"]
         assert with_capture["steps"] == without["steps"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=LONG.get(n, ())) for n in AT_LEVEL_OP])
+def test_capture_of_outputs_alone_leaves_every_weight_as_it_is_without(ran, name):
+    folder, said = ran
+
+    for rank, without in enumerate(said[f"{name}-plain"]):
+        assert said[f"{name}-outputs"][rank]["weights"] == without["weights"]
+        runs = (open_trace(folder / "runs" / run) for run in (f"{name}-outputs", name))
+        outputs, whole_step = (len(run.read(rank, 1)) for run in runs)
+        assert 0 < outputs < whole_step
 
 
 @pytest.mark.parametrize("name", NAMES)

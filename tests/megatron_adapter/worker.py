@@ -67,6 +67,8 @@ def _guard(job: Job, trainer: Any, folder: Path) -> Any:
         "program": job.program or job.fault or "plain",
         "sketch": job.sketch,
     }
+    if job.roles:
+        settings["roles"] = job.roles
     groups = None
     if job.explicit_groups:
         from megatron.core.process_groups_config import ProcessGroupCollection  # not in 0.14

@@ -28,6 +28,7 @@ JOINS = ("aten.cat", "aten.stack")
 
 def name_whole(storages: Storages, tensor: Tensor, name: str) -> None:
     """Say whose elements a tensor holds. One that is not contiguous is left without a name."""
+    storages.hold_names = True
     storage = storages.find(tensor)
     if storage is not None and tensor.is_contiguous() and tensor.numel():
         _put(storage, tensor, [Stretch(0, tensor.numel(), name)])

@@ -7,29 +7,40 @@ from collections.abc import Hashable
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from upguard_plugin.fingerprint.parts import PLAIN_TYPES
+from upguard_plugin.trace.batch import NONE
+
 # That of UntypedStorage may be watched by a probe.
 storage_data_ptr = torch._C.StorageBase.data_ptr  # type: ignore[attr-defined]
 Extent = tuple[int, int]  # first and last byte that a tensor reaches in its storage
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_tracked(tensor: torch.Tensor) -> bool:
     """Whether a tensor has one storage with its bytes in it."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
-    return type(tensor) in _PLAIN or not (
+    return type(tensor) in PLAIN_TYPES or not (
         is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "fake_mode")
     )
 
 
+def identity_of(tensor: torch.Tensor) -> int:
+    """Where torch keeps the tensor's storage; NONE for a tensor that is not tracked."""
+    if type(tensor) not in PLAIN_TYPES and not is_tracked(tensor):
+        return NONE
+    try:
+        return tensor.untyped_storage()._cdata
+    except RuntimeError:  # sparse
+        return NONE
+
+
 def extent_of(tensor: torch.Tensor) -> Extent:
     """First and last byte of the storage that the tensor reaches."""
-    first = int(tensor.storage_offset())
-    if first == 0 and tensor.is_contiguous():
-        return 0, tensor.nbytes - 1
-    size, last = tensor.element_size(), first
+    first, size = int(tensor.storage_offset()), tensor.itemsize
     if tensor.is_contiguous():
-        return first * size, (first + tensor.numel()) * size - 1
+        begin = first * size
+        return begin, begin + tensor.nbytes - 1
+    last = first
     for n, step in zip(tensor.shape, tensor.stride(), strict=True):
         last += int((n - 1) * step)
     return first * size, (last + 1) * size - 1
@@ -71,6 +82,3 @@ def look(tensor: torch.Tensor) -> Hashable:
         # A reshape leaves the fingerprint as it is.
         return (tensor.storage_offset(), tensor.numel(), tensor.dtype, lazy)
     return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, lazy)
-
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -185,7 +185,7 @@ class GradientProbe:
             microbatch=self._microbatch(),
             placement=self._partial_placement(name, role, tensor),
         )  # fmt: skip
-        if self.recorder.storages is not None:
+        if self.recorder.storages is not None and _is_distributed():
             name_whole(self.recorder.storages, tensor, f"{name}.{role}")
 
     def _partial_placement(self, name: str, role: str, tensor: Tensor) -> Placement | None:

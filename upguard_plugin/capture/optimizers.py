@@ -61,6 +61,7 @@ class OptimizerProbe:
         self._guard = guard
         self._gradients = gradients
         self._on_update = on_update
+        self._states_wanted = any(map(guard.recorder.wants, ("master", "optimizer_state")))
         given = [innermost(optimizer) for optimizer in guard.optimizers]
         numbers = [""] if len(given) == 1 else [str(i) for i in range(len(given))]
         self.watched = [
@@ -178,6 +179,8 @@ class OptimizerProbe:
     def _record_state(
         self, now: Snapshot, optimizer: Any, owned: list[Part], masters: list[Part]
     ) -> None:
+        if not self._states_wanted:
+            return
         others = [part for part in masters if not self.masters.lies_in_weight(part)]
         now.tensors("master", "master", [(part.name, part.of(part.held)) for part in others])
         by_slot: dict[str, list[tuple[str, Tensor]]] = {}

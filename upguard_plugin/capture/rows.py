@@ -6,6 +6,7 @@ Out: one `EventBatch` per step. What an event *is* (its `EventKey`) is interned:
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from upguard_plugin.trace.batch import NONE, EventBatch
 
 _FIELDS = ("key", "microbatch", "call", "producer", "slot")
 _NUM_FIELDS = len(_FIELDS)
+_pack = struct.Struct(f"{_NUM_FIELDS}q").pack  # much cheaper than to extend by a tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Rows:
     def add(self, key: int, microbatch: int, call: int, producer: int, slot: int) -> int:
         """Add an event; returns its seq."""
         rows = self._rows
-        rows.extend((key, microbatch, call, producer, slot))
+        rows.frombytes(_pack(key, microbatch, call, producer, slot))
         return self.first_seq + len(rows) // _NUM_FIELDS - 1
 
     def set_wire(self, seq: int, wire: Wire) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from upguard_plugin.capture.extents import look
 from upguard_plugin.capture.storages import Storage, Storages
 from upguard_plugin.errors import UnsupportedTensorError
 from upguard_plugin.fingerprint.queue import FingerprintQueue
@@ -34,6 +33,7 @@ class Slots:
         self.storages: Storages | None = None  # set where writes are tracked (level op)
         self._queue = queue
         self._sketches = queue.sketch_size > 0
+        self._is_plain = queue.is_plain
         self._boundary_of = boundary_of
         self._note = note
 
@@ -50,12 +50,16 @@ class Slots:
             storage = storages.find(tensor)
         if storages is None or storage is None:
             return self._put(self._boundary_of(key), tensor, placement), NONE
-        view = look(tensor) if placement is None else (look(tensor), id(placement))
-        slot = storage.slot_of(view)
+        view = storage.look(tensor)
+        slot = storage.slot_of(tensor, view, placement)
         if slot == NONE or storages.is_due():
-            slot = self._put(self._boundary_of(key), tensor, placement)
+            plain = self._is_plain and placement is None and storage.on_host and storage.size
+            if plain and isinstance(view, torch.dtype):
+                slot = self._queue.put_memory(storage.address, storage.size, view)
+            else:
+                slot = self._put(self._boundary_of(key), tensor, placement)
             if storage.in_sight and slot != NONE:
-                storage.remember(view, slot)
+                storage.remember(slot, tensor, view, placement)
         return slot, storage.writer_of(tensor)
 
     def of_many(self, entries: Sequence[Entry], phase: str) -> Sequence[int]:
@@ -87,4 +91,4 @@ class Slots:
             return NONE
         if self.storages is not None and self.storages.sample == 1:
             return NONE
-        return storage.slot_of(look(tensor))
+        return storage.slot_of(tensor, storage.look(tensor), None)

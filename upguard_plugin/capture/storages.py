@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from upguard_plugin.capture.extents import Extent, extent_of, is_tracked, storage_data_ptr
+from upguard_plugin.capture.extents import Extent, extent_of, is_tracked, look, storage_data_ptr
+from upguard_plugin.fingerprint.parts import PLAIN_TYPES
+from upguard_plugin.fingerprint.spots import read_spots
+from upguard_plugin.records import Placement
 from upguard_plugin.trace.batch import NONE
 
 # Of the hashes that need not be taken, one in so many is: writes out of sight show there.
 SAMPLE = 32
+FEW_BYTES = 8 << 10  # below it a hash of them costs hardly more than a glance
 MAX_EXTENTS = 1024  # of one storage whose writers are remembered; the oldest are forgotten
 
 
@@ -41,17 +45,18 @@ class Storage:
     Made for nearly every operator: what there is mostly one of is held without a table.
     """
 
-    alive: StorageWeakRef
+    weak: int  # torch's weak reference to it, which this entry gives back
     address: int  # of its bytes; this and their number change when it is resized
     size: int
     in_sight: bool  # False: something that the dispatcher does not show may write it
+    on_host: bool  # in memory of the CPU
     exposed: bool = False  # in_sight stays False: its memory was handed out of torch
     version: int = NONE  # torch's counter when it was last looked at
     written_in: str = ""  # phase of the last write that was seen
-    # Slots of the hashes taken since then, by how the tensor looked at the storage.
-    _look: Hashable = None
+    # Slots of the hashes taken since then, by what was seen of the bytes at a glance.
+    _seen: Hashable = None
     _slot: int = NONE
-    _slots: dict[Hashable, int] | None = None  # of further looks
+    _slots: dict[Hashable, int] | None = None  # by what else was seen
     # Who wrote which bytes last: most storages have one writer, a flat buffer has many.
     _first: int = NONE
     _last: int = NONE
@@ -61,24 +66,89 @@ class Storage:
     _filled: int = 0  # bytes that strided writes put among the blank ones
     holds: Sequence[Held] = ()  # whose elements its bytes are; kept by contents.py
 
-    def slot_of(self, view: Hashable) -> int:
-        """The slot of the hash of its bytes, looked at like this; NONE if none is known."""
-        if self._look == view:
-            return self._slot
-        return NONE if self._slots is None else self._slots.get(view, NONE)
+    # Held by the class: when Python ends, modules are emptied before the last entry goes.
+    _free_weak_ref = staticmethod(torch.UntypedStorage._free_weak_ref)
+    _expired = staticmethod(torch.UntypedStorage._expired)
 
-    def remember(self, view: Hashable, slot: int) -> None:
+    def __del__(self) -> None:
+        self._free_weak_ref(self.weak)
+
+    def is_gone(self) -> bool:
+        """Whether nobody holds the storage any more."""
+        return bool(self._expired(self.weak))
+
+    def look(self, tensor: torch.Tensor) -> Hashable:
+        """As `extents.look`; its dtype if its bytes are those of the storage, one by one."""
+        if (
+            tensor.nbytes == self.size
+            and type(tensor) in PLAIN_TYPES
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not tensor.is_conj()
+            and not tensor.is_quantized
+        ):
+            return tensor.dtype
+        return look(tensor)
+
+    def slot_of(self, tensor: torch.Tensor, view: Hashable, placement: Placement | None) -> int:
+        """The slot of the hash of the tensor's bytes as they are now; NONE if none is known.
+
+        view: how it looks at them, from `look`.
+        """
+        if self._seen is None:
+            return NONE
+        seen = self._glance(tensor, view, placement)
+        if self._seen == seen:
+            return self._slot
+        return NONE if self._slots is None else self._slots.get(seen, NONE)
+
+    def remember(
+        self, slot: int, tensor: torch.Tensor, view: Hashable, placement: Placement | None
+    ) -> None:
         """Note the slot of the hash just taken."""
-        if self._look is None or self._look == view:
-            self._look, self._slot = view, slot
+        seen = self._glance(tensor, view, placement)
+        if seen is None:
+            return
+        if self._seen is None or self._seen == seen:
+            self._seen, self._slot = seen, slot
         elif self._slots is None:
-            self._slots = {view: slot}
+            self._slots = {seen: slot}
         else:
-            self._slots[view] = slot
+            self._slots[seen] = slot
 
     def forget(self) -> None:
         """Drop the hashes: the bytes may be others now."""
-        self._look = self._slots = None
+        self._seen = self._slots = None
+
+    def _glance(
+        self, tensor: torch.Tensor, view: Hashable, placement: Placement | None
+    ) -> Hashable:
+        """What is seen of a tensor's bytes at a glance, and how it looks at them.
+
+        None: they are so few that to hash them again costs no more.
+        """
+        spots = 0
+        if self.on_host:
+            if tensor.nbytes < FEW_BYTES:
+                return None
+            if type(view) is torch.dtype:
+                spots = read_spots(self.address, self.size)
+            else:
+                first, last = extent_of(tensor)
+                if self.address and last < self.size:  # memory may have been given back
+                    spots = read_spots(self.address + first, last - first + 1)
+        return (spots, view, id(placement))
+
+    def writing(self, tensor: torch.Tensor, phase: str, in_place: bool) -> None:
+        """Note a write by the operator that is running: all that was known of the bytes is void."""
+        self._seen = self._slots = None
+        if self._blank:
+            self.fill(tensor)
+        self.in_sight = not self.exposed
+        self.written_in = phase
+        # Autograd moves the counter when an in-place operator returns to it. Where it does not, the
+        # next look finds another number and forgets the hashes: a lost short cut, no wrong answer.
+        self.version += in_place
 
     def note_writer(self, extent: Extent, writer: int) -> None:
         """Remember the event that wrote these bytes."""
@@ -185,43 +255,48 @@ class Storages:
         self._room = 4096
         self._reuses = 0
         self.sample = SAMPLE  # 1: no hash is used again
+        self.hold_names = False  # whether any entry ever had something in `holds`
 
     def __len__(self) -> int:
         return len(self._by_address)
 
-    def of(self, tensor: torch.Tensor) -> Storage:
-        """The entry of a tracked tensor's storage, made on first sight."""
-        storage = tensor.untyped_storage()
-        identity = storage._cdata
-        entry = self._by_address.get(identity)
-        address, size = storage_data_ptr(storage), storage.nbytes()
+    def find(self, tensor: torch.Tensor) -> Storage | None:
+        """The entry of a tensor's storage, made on first sight; None: it is not tracked."""
+        if type(tensor) not in PLAIN_TYPES and not is_tracked(tensor):
+            return None
+        try:
+            storage = tensor.untyped_storage()
+            address, size = storage_data_ptr(storage), storage.nbytes()
+        except RuntimeError:  # sparse, or zeros without memory, as autograd makes them for tangents
+            return None
+        entry = self._by_address.get(storage._cdata)
         if entry is None:
-            if len(self._by_address) >= self._room:
-                self.prune()
-            # Memory that torch did not allocate belongs to somebody who may write it.
-            own = storage.resizable()
-            entry = Storage(StorageWeakRef(storage), address, size, own, exposed=not own)
-            self._by_address[identity] = entry
-        version = NONE if tensor.is_inference() else tensor._version
+            if not is_tracked(tensor):
+                return None
+            entry = self._enter(storage, address, size, tensor.is_cpu)
+        try:
+            version = tensor._version
+        except RuntimeError:  # of an inference tensor, which does not count
+            version = NONE
         if entry.version != version or entry.address != address or entry.size != size:
             # Something moved the counter or the bytes: a write that the dispatcher did not show.
             entry.forget()
             entry.version, entry.address, entry.size = version, address, size
         return entry
 
-    def find(self, tensor: torch.Tensor) -> Storage | None:
-        """As `of`; None for a tensor that is not tracked."""
-        if not is_tracked(tensor):
-            return None
-        try:
-            return self.of(tensor)
-        except RuntimeError:  # zeros without memory, as autograd makes them for tangents
-            return None
+    def _enter(self, storage: Any, address: int, size: int, on_host: bool) -> Storage:
+        if len(self._by_address) >= self._room:
+            self.prune()
+        # Memory that torch did not allocate belongs to somebody who may write it.
+        own = storage.resizable()
+        entry = Storage(storage._weak_ref(), address, size, own, on_host, not own)
+        self._by_address[storage._cdata] = entry
+        return entry
 
     def prune(self) -> None:
         """Forget storages that are gone, so that the table does not grow with the run."""
         known = self._by_address.items()
-        self._by_address = {key: entry for key, entry in known if not entry.alive.expired()}
+        self._by_address = {key: entry for key, entry in known if not entry.is_gone()}
         self._room = max(4096, 2 * len(self._by_address))
 
     def forget_hashes(self) -> None:
@@ -254,19 +329,8 @@ class Storages:
 
     def hand_out(self, storage: torch.UntypedStorage) -> None:
         """Somebody gets the address of a storage, without a tensor to tell its version."""
-        if storage._cdata not in self._by_address:
+        entry = self._by_address.get(storage._cdata)
+        if entry is None:
             address, size = storage_data_ptr(storage), storage.nbytes()
-            self._by_address[storage._cdata] = Storage(
-                StorageWeakRef(storage), address, size, in_sight=False
-            )
-        self._by_address[storage._cdata].lose_sight(for_good=True)
-
-    def writing(self, entry: Storage, tensor: torch.Tensor, phase: str, in_place: bool) -> None:
-        """Note a write by the operator that is running: all that was known of the bytes is void."""
-        entry.forget()
-        entry.fill(tensor)
-        entry.in_sight = not entry.exposed
-        entry.written_in = phase
-        # Autograd moves the counter when an in-place operator returns to it. Where it does not, the
-        # next look finds another number and forgets the hashes: a lost short cut, no wrong answer.
-        entry.version += in_place
+            entry = self._enter(storage, address, size, storage.device.type == "cpu")
+        entry.lose_sight(for_good=True)

@@ -4,20 +4,21 @@ numba writes them beside the module, or in the user's cache directory, whichever
 are found by numba itself. Where neither is, the kernels are compiled in memory, in each process
 (seconds), and `cache_note` says so for the manifest.
 
-numba notices a change in the file of an entry point only: who changes a file that `cpu.py` or
-`measure.py` imports kernels from has to touch these two as well, or the old code stays in use.
+numba notices a change in the file of an entry point only: who changes a file that `cpu.py`,
+`measure.py` or `spots.py` imports kernels from has to touch these as well, or the old code stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numba
 
 _notes: list[str] = []
 
 
-def compile_kernel(*, nogil: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def compile_kernel(*, nogil: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate an entry point: compiled at its first call, cached on disk.
 
     nogil: let other Python threads run meanwhile. For short calls that is a loss: to get the GIL
@@ -26,7 +27,7 @@ def compile_kernel(*, nogil: bool) -> Callable[[Callable[..., None]], Callable[.
     that start together may overwrite each other's file; with one signature both hold the same code.
     """
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return numba.njit(function, nogil=nogil, cache=True)
         except RuntimeError:  # numba: "no locator available", no writable place

@@ -80,6 +80,11 @@ class FingerprintQueue:
         return self._sketch_size
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing but fingerprints is taken: no magnitudes, no sketches."""
+        return not (self._magnitudes or self._sketch_size)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the manifest should say of how tensors were hashed, in whole sentences."""
         found = [slots.note for slots in self._devices.values()] + [cache_note()]
@@ -101,14 +106,19 @@ class FingerprintQueue:
             and not (sketch and self._sketch_size)
             and (address := _plain_address(tensor))
         ):
-            slot = self._next_slot()
-            num_bytes = tensor.nbytes
-            hasher = hash_run if num_bytes < LONG_BYTES else hash_run_parallel
-            out = self._pairs.address + 16 * slot
-            hasher(address, num_bytes, 0, int(tensor.itemsize >= 8), out)
-            return slot
+            return self.put_memory(address, tensor.nbytes, tensor.dtype)
         with torch._C._DisableTorchDispatch():  # none of the training's operators: no mode sees it
             return self._put_parts(dense_parts(tensor, placement), sketch)
+
+    def put_memory(self, address: int, num_bytes: int, dtype: torch.dtype) -> int:
+        """Hash bytes of the host as a dense tensor of a plain dtype; takes nothing else."""
+        slot = self._slots
+        if slot >= self._room:
+            self._reserve(1)
+        self._slots = slot + 1
+        hasher = hash_run if num_bytes < LONG_BYTES else hash_run_parallel
+        hasher(address, num_bytes, 0, int(dtype.itemsize >= 8), self._pairs.address + 16 * slot)
+        return slot
 
     def put_many(
         self,

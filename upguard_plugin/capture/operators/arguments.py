@@ -23,28 +23,35 @@ class Argument:
     storage: Storage | None = None  # None: it has none that writes can be tracked of
 
 
-def tensors_given(
-    args: Sequence[Any], kwargs: Mapping[str, Any], keys: frozenset[int | str] | None = None
-) -> list[Argument]:
-    """All tensors that an operator is given, lists included, in the order of the schema.
-
-    keys: of the arguments to look at; None: all.
-    """
+def tensors_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:
+    """All tensors that an operator is given, lists included, in the order of the schema."""
     found: list[Argument] = []
     for position, value in enumerate(args):
-        if keys is not None and position not in keys:
-            continue
         if isinstance(value, torch.Tensor):
             found.append(Argument(_ARGS[position], position, NONE, value))
         elif isinstance(value, (list, tuple)):
-            _add_list(found, f"args.{position}", position, value)
-    for name, value in kwargs.items():
-        if keys is not None and name not in keys:
+            _add_list(found, _ARGS[position], position, value)
+    if kwargs:
+        found += tensors_at(tuple(kwargs), (), kwargs)
+    return found
+
+
+def tensors_at(
+    keys: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Argument]:
+    """Those among them that stand at these places: positions, then names."""
+    found: list[Argument] = []
+    for key in keys:
+        if isinstance(key, str):
+            slot, value = f"kwargs.{key}", kwargs.get(key)
+        elif key < len(args):
+            slot, value = _ARGS[key], args[key]
+        else:
             continue
         if isinstance(value, torch.Tensor):
-            found.append(Argument(f"kwargs.{name}", name, NONE, value))
+            found.append(Argument(slot, key, NONE, value))
         elif isinstance(value, (list, tuple)):
-            _add_list(found, f"kwargs.{name}", name, value)
+            _add_list(found, slot, key, value)
     return found
 
 

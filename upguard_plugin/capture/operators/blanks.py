@@ -22,7 +22,8 @@ def made(storages: Storages, arguments: Sequence[Argument], result: Any) -> None
     for argument in arguments:
         if argument.storage is not None and argument.tensor is result:  # resize_
             before = argument.storage.size
-            storages.of(result).grow_blank(before)
+            storages.find(result)  # reads the new size
+            argument.storage.grow_blank(before)
             return
     for returned in tensors_returned(result):
         storage = storages.find(returned.tensor)

@@ -21,7 +21,12 @@ from upguard_plugin.capture import contents
 from upguard_plugin.capture.collectives.under_way import UnderWay
 from upguard_plugin.capture.extents import extent_of
 from upguard_plugin.capture.operators import blanks
-from upguard_plugin.capture.operators.arguments import Argument, tensors_given, tensors_returned
+from upguard_plugin.capture.operators.arguments import (
+    Argument,
+    tensors_at,
+    tensors_given,
+    tensors_returned,
+)
 from upguard_plugin.capture.operators.early import look_for_use
 from upguard_plugin.capture.operators.locator import Locator
 from upguard_plugin.capture.operators.places import Place
@@ -80,12 +85,14 @@ class OperatorCalls:
         if self._position.step != self._step:
             self._follow_step()
         operator = describe(func)
-        if operator.is_view or not operator.is_observed:
+        every = self._inputs_wanted or self._under_way.outputs
+        if operator.is_view or not operator.is_observed or (operator.is_silent and not every):
             self._locator.place_quickly()
             return None
-        every = self._inputs_wanted or self._under_way.outputs
-        looked_at = None if every else operator.looked_at
-        arguments = tensors_given(args, kwargs, looked_at)
+        if every or operator.looked_at is None or (operator.moves and self.storages.hold_names):
+            arguments = tensors_given(args, kwargs)
+        else:
+            arguments = tensors_at(operator.looked_at, args, kwargs)
         if operator.is_collective:
             for argument in arguments:
                 self.storages.lose_sight(argument.tensor)
@@ -166,7 +173,7 @@ class OperatorCalls:
             return
         if operator.copies and blanks.copied(self.storages, operator.name, arguments, result):
             return
-        if operator.moves:
+        if operator.moves and self.storages.hold_names:
             contents.follow(self.storages, operator.name, arguments, result)
         if operator.written:
             for argument in arguments:
@@ -197,13 +204,15 @@ class OperatorCalls:
     def _written(self, running: Running, argument: Argument, moment: str | None) -> None:
         """Record what the operator left in a tensor, and that it wrote it."""
         storage, tensor = argument.storage, argument.tensor
+        if moment is not None and torch.is_grad_enabled():
+            self._locator.note_write(tensor, running.arguments, running.place)
         if storage is None:
             if moment is not None:
                 # Which memory is behind a tensor of this kind is not known: it may be any.
                 self.storages.forget_hashes()
             self._record(running, argument, "output", moment)
             return
-        self.storages.writing(storage, tensor, running.phase, moment is not None)
+        storage.writing(tensor, running.phase, moment is not None)
         writer = self._record(running, argument, "output", moment)
         storage.note_writer(extent_of(tensor), writer)
 

@@ -1,7 +1,8 @@
 """Extension modules that were built against torch: kernels that bypass the dispatcher.
 
 Their functions get the memory of tensors without a word to the dispatcher, and may write it.
-Torch's own modules are left out: what they write, the dispatcher shows.
+Torch's own modules are left out: what they write, the dispatcher shows. So are those that
+torch.compile has built: it moves the version counter of what they write.
 """
 
 from __future__ import annotations
@@ -59,8 +60,15 @@ def _is_kernels(module: ModuleType) -> bool:
         isinstance(name, str)
         and isinstance(file, str)
         and name.partition(".")[0] not in _KNOWN
+        and not file.startswith(_folders_of_compiler())
         and _needs_torch(file)
     )
+
+
+def _folders_of_compiler() -> tuple[str, ...]:
+    """Where torch.compile keeps what it has built; nowhere if it has not been asked yet."""
+    compiler = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return () if compiler is None else (compiler.cache_dir(),)
 
 
 @cache

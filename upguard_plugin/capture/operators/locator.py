@@ -57,6 +57,13 @@ class Locator:
         if node is not None:
             self._nodes.note_node(node, place)
 
+    def note_write(
+        self, written: torch.Tensor, arguments: Sequence[Argument], place: Place
+    ) -> None:
+        """Remember who has just written a tensor: if that is a view, nodes may come of it."""
+        if written._is_view() and any(a.tensor.requires_grad for a in arguments):
+            self._nodes.note_written_view(place)
+
     def element_owners(self, arguments: list[Argument], phase: str) -> tuple[str, ...]:
         """Of an operator on lists: the parameter that each element is for."""
         if phase not in _OF_PARAMETERS:
@@ -91,6 +98,8 @@ class Locator:
             place = self._nodes.place(place.boundary, place.microbatch, source)
             self._nodes.note(place)
             return place, _RECOMPUTE
+        if torch.is_grad_enabled():  # this backward will have a backward of its own
+            self._nodes.note(place)
         return place, _BACKWARD
 
     def _parameter_place(self, phase: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Place:

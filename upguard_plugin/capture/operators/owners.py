@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from upguard_plugin.capture.extents import is_tracked
+from upguard_plugin.capture.extents import identity_of
 from upguard_plugin.capture.names import ParameterNames
+from upguard_plugin.trace.batch import NONE
 
 
 class Owners:
@@ -22,8 +23,8 @@ class Owners:
     def __init__(self, names: ParameterNames, optimizers: Iterable[Any]) -> None:
         self._names = names
         self._optimizers = tuple(optimizers)
-        # With the storage's weak reference: while it is held, the address is nobody else's.
-        self._by_address: dict[int, tuple[str, StorageWeakRef]] | None = None
+        self._by_address: dict[int, str] | None = None
+        self._held: list[StorageWeakRef] = []  # while it is, an address is nobody else's
         self._num_states = 0
         self._last = ""
 
@@ -43,49 +44,46 @@ class Owners:
         """As `of`; empty where no tensor has an owner."""
         if self._by_address is None:
             self._num_states = self._count_states()
-            self._by_address = {
-                storage._cdata: (name, StorageWeakRef(storage))
-                for storage, name in self._storages()
-            }
-        return self._first(self._by_address, values)
+            owned = list(self._owned())
+            self._held = [StorageWeakRef(tensor.untyped_storage()) for tensor, _ in owned]
+            self._by_address = {identity_of(tensor): name for tensor, name in owned}
+        return self._first(self._by_address, values) or ""
 
     def _count_states(self) -> int:
         return sum(len(getattr(optimizer, "state", ())) for optimizer in self._optimizers)
 
-    def _first(self, owners: dict[int, tuple[str, StorageWeakRef]], values: Iterable[Any]) -> str:
+    def _first(self, owners: dict[int, str], values: Iterable[Any]) -> str | None:
         for value in values:
-            owner = ""
             if isinstance(value, torch.Tensor):
-                if is_tracked(value):
-                    owner = owners.get(value.untyped_storage()._cdata, _NOBODY)[0]
+                owner = owners.get(identity_of(value))
             elif isinstance(value, (list, tuple)):
                 owner = self._first(owners, value)
-            if owner:
+            else:
+                continue
+            if owner is not None:
                 return owner
-        return ""
+        return None
 
     def forget(self) -> None:
         """To be called when the step ends."""
         self._by_address = None
+        self._held.clear()
         self._last = ""
 
-    def _storages(self) -> Iterable[tuple[torch.UntypedStorage, str]]:
+    def _owned(self) -> Iterable[tuple[torch.Tensor, str]]:
         for name, parameter in self._names.parameters.items():
             if parameter.grad is not None:
-                yield from _storage(parameter.grad, name)
+                yield from _tracked(parameter.grad, name)
         for optimizer in self._optimizers:
             for parameter, state in getattr(optimizer, "state", {}).items():
                 owner = self._names.of(parameter)
                 if owner is not None and isinstance(state, dict):
                     for value in state.values():
-                        yield from _storage(value, owner)
+                        yield from _tracked(value, owner)
         for name, parameter in self._names.parameters.items():
-            yield from _storage(parameter, name)
+            yield from _tracked(parameter, name)
 
 
-_NOBODY = ("", None)
-
-
-def _storage(value: object, name: str) -> Iterable[tuple[torch.UntypedStorage, str]]:
-    if isinstance(value, torch.Tensor) and is_tracked(value):
-        yield value.untyped_storage(), name
+def _tracked(value: object, name: str) -> Iterable[tuple[torch.Tensor, str]]:
+    if isinstance(value, torch.Tensor) and identity_of(value) != NONE:
+        yield value, name

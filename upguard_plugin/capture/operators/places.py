@@ -14,6 +14,11 @@ from upguard_plugin.records import Source
 from upguard_plugin.trace.batch import NONE
 
 _NO_NUMBER = (1 << 64) - 1  # of nodes that autograd does not number: AccumulateGrad
+# Nodes that no operator shows. `mul_` is numbered before the `clone` of what it saves, which is
+# seen first; a view of what was written is made anew by whoever reads it; and a write to a view is
+# followed by the node that cuts the gradient (CopySlices) and by the view's own.
+_MOST_UNSEEN = 8  # a larger step is another thread's count
+_NODES_OF_A_VIEW = 2
 
 OUTSIDE = "(outside)"  # the boundary of operators that no module, parameter or node accounts for
 
@@ -33,6 +38,8 @@ class NodePlaces:
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}
         self._interned: dict[tuple[str, int, int], Place] = {}
+        self._last = _NO_NUMBER
+        self._written: tuple[int, Place] = (_NO_NUMBER, Place())
 
     def __len__(self) -> int:
         return len(self._places)
@@ -48,7 +55,24 @@ class NodePlaces:
     def note(self, place: Place) -> None:
         """Remember the place of the operator that is running in forward."""
         # Operators without a node leave the counter alone: the first one with that number made it.
-        self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+        number = torch._C._autograd._get_sequence_nr() - 1
+        if number == self._last:
+            return
+        if 1 < number - self._last <= _MOST_UNSEEN:
+            self._note_unseen(number, place)
+        self._last = number
+        self._places.setdefault(number, place)
+
+    def note_written_view(self, place: Place) -> None:
+        """The operator that was noted last has written a part of a tensor that has a gradient."""
+        self._written = (self._last, place)
+
+    def _note_unseen(self, number: int, place: Place) -> None:
+        """Nodes since the last operator: after a write to a view, and before the running one."""
+        wrote, place_of_write = self._written
+        for unseen in range(self._last + 1, number):
+            is_of_write = wrote == self._last and unseen <= wrote + _NODES_OF_A_VIEW
+            self._places.setdefault(unseen, place_of_write if is_of_write else place)
 
     def note_node(self, node: torch.autograd.graph.Node, place: Place) -> None:
         """Remember the place of a node whose maker is known, whatever was called inside of it."""
@@ -62,6 +86,7 @@ class NodePlaces:
         """Forget the nodes of a step that is over."""
         self._places.clear()
         self._interned.clear()
+        self._last = _NO_NUMBER
 
 
 def accumulated_parameter(node: torch.autograd.graph.Node) -> torch.Tensor | None:

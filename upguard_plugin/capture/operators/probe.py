@@ -20,6 +20,7 @@ from upguard_plugin.capture.operators.opaque import Memory, OpaqueCode
 from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import absorb, shielded
 from upguard_plugin.capture.uncompiled import can_be_told, leave_alone
+from upguard_plugin.fingerprint.parts import PLAIN_TYPES
 
 _RNG_SLOT = "generator"
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -27,7 +28,6 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _dispatch_mode = torch._C._get_dispatch_mode
 _num_function_modes = torch._C._len_torch_function_stack
 _is_compiling = torch.compiler.is_compiling
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class OperatorProbe(TorchDispatchMode):
@@ -81,7 +81,7 @@ class OperatorProbe(TorchDispatchMode):
         if _dispatch_mode(_FAKE) is not None:
             return func(*args, **kwargs)  # nothing is computed: shapes are worked out
         for kind in types:
-            if kind not in _PLAIN:
+            if kind not in PLAIN_TYPES:
                 return self._pass_to_subclass(func, args, kwargs)
         if _num_function_modes() or _is_compiling():
             return self._run_in_shade(func, args, kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -75,8 +76,10 @@ class Operator:
     is_foreign: bool  # not torch's own: its schema may be silent on what it writes
     scratch: frozenset[int]  # places of results that hold no value of the run
     returns_written: bool  # its results are arguments that it wrote, nothing else
-    looked_at: frozenset[int | str] | None  # arguments to follow if none is recorded; None: all
+    looked_at: tuple[int | str, ...] | None  # arguments to follow if none is recorded; None: all
     moves: bool = False  # it puts elements elsewhere, in their order
+    is_silent: bool = False  # it makes no tensor and writes none
+    reshapes: bool = False  # it writes how a tensor lies in memory, not the memory
 
     @property
     def has_effects(self) -> bool:
@@ -111,8 +114,8 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
     # Its results may share memory with any argument, or the others tell whom or where it is for.
     shares = not returns_written if written else any(aliases)
     copies = namespace == "aten" and name in _COPYING
-    moves = namespace == "aten" and name in MOVES
-    any_matters = namespace != "aten" or shares or is_foreach or is_random or copies or moves
+    any_matters = namespace != "aten" or shares or is_foreach or is_random or copies
+    is_silent = namespace == "aten" and not written and not any(map(_holds_tensors, schema.returns))
     return Operator(
         name=f"{namespace}.{name}",
         written=frozenset(written),
@@ -135,9 +138,15 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
             if place in SCRATCH_RESULTS.get(schema.name, ()) or value.name in _SCRATCH_NAMES
         ),
         returns_written=returns_written,
-        looked_at=None if any_matters else frozenset(written),
-        moves=moves,
+        looked_at=None if any_matters else tuple(sorted(written, key=str)),
+        moves=namespace == "aten" and name in MOVES,
+        is_silent=is_silent,
+        reshapes=torch.Tag.inplace_view in overload.tags,
     )
+
+
+def _holds_tensors(value: Any) -> bool:
+    return "Tensor" in str(value.type)
 
 
 @cache
