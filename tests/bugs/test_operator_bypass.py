@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import subprocess
+import sysconfig
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +31,13 @@ def by_address(tensor: torch.Tensor) -> None:
     element.value += 1
 
 
-def by_kernel(tensor: torch.Tensor) -> None:
-    """As a C++ extension does it: it takes the tensor, and the address without a word to Python."""
+def by_address_of_storage(tensor: torch.Tensor) -> None:
+    element = ctypes.c_float.from_address(tensor.untyped_storage().data_ptr() + 20)
+    element.value += 1
+
+
+def by_bare_address(tensor: torch.Tensor) -> None:
+    """Without a word to Python: torch does not know that the address was taken."""
     address = torch._C.TensorBase.data_ptr(tensor)
     memory = (ctypes.c_float * tensor.numel()).from_address(address)
     np.ctypeslib.as_array(memory)[:] *= 2
@@ -54,13 +65,13 @@ def wide(tmp_path_factory):
     return record(tmp_path_factory.mktemp("wide") / "wide", level="op", **WIDE)
 
 
-@pytest.mark.parametrize("write", [by_numpy, by_address, by_kernel])
+@pytest.mark.parametrize("write", [by_numpy, by_address, by_bare_address, by_address_of_storage])
 def test_a_write_that_bypasses_torch_is_an_overwritten_tensor(clean, tmp_path, write):
     faulty = record(tmp_path / "faulty", level="op", before_step=overwriting(write), **SMALL)
     assert_overwritten(compare(clean, faulty))
 
 
-@pytest.mark.parametrize("write", [by_numpy, by_address, by_kernel])
+@pytest.mark.parametrize("write", [by_numpy, by_address, by_bare_address])
 def test_so_is_one_of_a_long_tensor(wide, tmp_path, write):
     faulty = record(tmp_path / "faulty", level="op", before_step=overwriting(write), **WIDE)
     assert_overwritten(compare(wide, faulty))
@@ -102,3 +113,73 @@ def test_a_number_that_was_expanded_and_overwritten_is_seen(tmp_path):
     first = compare(run("baseline", 1.0), run("target", 3.0))["first_divergence"]
     assert (first["operator"], first["role"], first["slot"]) == ("aten.mean", "input", "args.0")
     assert "overwritten in between" in first["explanation"]
+
+
+# As one that is built against torch, it finds the memory of a tensor without a word to Python; here
+# its address is an argument.
+KERNEL = """
+#include <Python.h>
+const char *needed = "libc10.so";
+static PyObject *add(PyObject *self, PyObject *args) {
+    PyObject *tensor; Py_ssize_t address; double value;
+    if (!PyArg_ParseTuple(args, "Ond", &tensor, &address, &value)) return NULL;
+    ((float *)address)[5] += value;
+    Py_RETURN_NONE;
+}
+static PyMethodDef functions[] = {{"add", add, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kernel", NULL, -1, functions};
+PyMODINIT_FUNC PyInit_kernel(void) { return PyModule_Create(&module); }
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory) -> ModuleType:
+    """An extension module that nobody has imported by name: so does torch load what it builds."""
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "kernel.c").write_text(KERNEL)
+    file = folder / f"kernel{sysconfig.get_config_var('EXT_SUFFIX')}"
+    include = sysconfig.get_paths()["include"]
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", f"-I{include}", folder / "kernel.c", "-o", file], check=True
+    )
+    spec = importlib.util.spec_from_file_location("kernel", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def by_kernel(function: Callable[[], Any], value: float, tensor: torch.Tensor) -> None:
+    function()(tensor, torch._C.TensorBase.data_ptr(tensor), value)
+
+
+def test_the_function_of_an_extension_module_is_a_boundary(kernel, tmp_path):
+    runs = [
+        record(
+            tmp_path / name, level="op", **SMALL,
+            before_step=overwriting(partial(by_kernel, lambda: kernel.add, value)),
+        )
+        for name, value in (("none", 0.0), ("again", 0.0), ("one", 1.0))
+    ]  # fmt: skip
+
+    assert compare(runs[0], runs[1])["verdict"] == "identical"
+    assert found(compare(runs[0], runs[2]), "step", "boundary", "operator", "role", "moment") == (
+        1, "blocks.0.mlp", "kernel.add", "output", "after",
+    )  # fmt: skip
+    assert type(kernel.add).__name__ == "builtin_function_or_method"
+
+
+def test_one_that_was_taken_out_of_its_module_before_has_overwritten_the_tensor(kernel, tmp_path):
+    add = kernel.add
+    runs = [
+        record(
+            tmp_path / name, level="op", **SMALL,
+            before_step=overwriting(partial(by_kernel, lambda: add, value)),
+        )
+        for name, value in (("none", 0.0), ("one", 1.0))
+    ]  # fmt: skip
+
+    verdict = compare(*runs)
+
+    assert found(verdict, "step", "boundary", "role") == (1, "blocks.0.mlp.fc2", "input")
+    assert "overwritten in between" in verdict["first_divergence"]["explanation"]

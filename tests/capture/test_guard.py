@@ -9,6 +9,8 @@ import pytest
 import torch
 from recorded import Recorded, guarded, record_steps
 from torch import nn
+from torch.autograd.function import BackwardCFunction, Function
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import upguard_plugin
 from upguard_plugin.capture.enable import IdleGuard, enable
@@ -49,7 +51,11 @@ def hooks_of(model, optimizer):
     found += [{name: dict(getattr(optimizer, name)) for name in names}]
     found += [{name: value for name, value in vars(optimizer).items() if callable(value)}]
     found += [dict(vars(torch.nn.utils)), {"step": type(optimizer).step}]
-    return found
+    classes = (torch.Tensor, torch.UntypedStorage, Function, BackwardCFunction)
+    found += [
+        dict(vars(part)) for part in (*classes, torch.autograd.graph, torch.nn.utils.clip_grad)
+    ]
+    return [*found, {"modes": len(_get_current_dispatch_mode_stack())}]
 
 
 def threads():
@@ -58,12 +64,13 @@ def threads():
     return [t.name for t in threading.enumerate() if "upguard" in t.name]
 
 
-def test_closing_leaves_no_hook_no_attribute_and_no_thread(tmp_path):
+@pytest.mark.parametrize("level", ["stage", "module", "op"])
+def test_closing_leaves_no_hook_no_attribute_and_no_thread(tmp_path, level):
     model, optimizer = tiny()
     train(model, optimizer)
     before = hooks_of(model, optimizer)
 
-    with guarded(tmp_path / "run", model, optimizer) as guard:
+    with guarded(tmp_path / "run", model, optimizer, level=level) as guard:
         train(model, optimizer, guard)
         assert hooks_of(model, optimizer) != before
         assert threads() == ["upguard-writer"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
+import upguard_plugin
 from tests.capture.operator_run import OperatorCall, calls_of, train
 
 
@@ -109,3 +112,42 @@ def test_the_backward_of_a_backward_belongs_to_the_module_of_the_forward(tmp_pat
     backward = [call for call in calls if call.phase == "backward"]
     assert {call.boundary for call in backward} == {"(outside)", "0", "1", "2"}
     assert len([c for c in backward if (c.boundary, c.operator) == ("1", "aten.mul")]) == 3
+
+
+def recorded(folder, optimizer_of, before_step):
+    """One step of two layers; the calls of its operators."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = optimizer_of(model.parameters())
+    settings = {"level": "op", "output_dir": str(folder)}
+    with upguard_plugin.enable(model, optimizer, settings) as guard:
+        model(torch.ones(2, 4)).sum().backward()
+        before_step(model, optimizer)
+        optimizer.step()
+        guard.step()
+    return calls_of(folder)
+
+
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_operators_of_a_first_update_belong_to_its_parameters(tmp_path):
+    """Their counters of steps are made before the first of them is raised."""
+    adam = partial(torch.optim.Adam, foreach=False, eps=0.0)
+    calls = recorded(tmp_path / "run", adam, lambda model, optimizer: None)
+    added = [c.boundary for c in calls if (c.phase, c.operator) == ("optimizer", "aten.add_")]
+    assert added == [name for name in NAMES for _ in ("step", "eps")]
+
+
+def test_operators_that_clip_are_in_that_phase_and_belong_to_the_parameters(tmp_path):
+    calls = recorded(
+        tmp_path / "run", partial(torch.optim.SGD, lr=0.1, foreach=False),
+        lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
+    )  # fmt: skip
+    clipping = [c for c in calls if c.phase == "clip"]
+    for operator in ("aten._foreach_norm", "aten._foreach_mul_"):
+        owners = dict.fromkeys(c.boundary for c in clipping if c.operator == operator)
+        assert list(owners) == NAMES
+    assert {c.boundary for c in clipping if "_foreach" not in c.operator} == {"(outside)"}
+    assert not [c for c in calls if c.phase == "backward" and "_foreach" in c.operator]
+    assert [c.boundary for c in calls if c.phase == "optimizer"] == NAMES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -74,3 +76,22 @@ def test_the_parameters_of_a_selected_module_are_followed_into_the_optimizer(tmp
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     run = train(tmp_path / "run", model, modules="1")
     assert {c.boundary for c in calls_of(run) if c.phase == "optimizer"} == {"1.weight", "1.bias"}
+
+
+def test_with_outputs_alone_the_outputs_are_those_of_a_full_recording(tmp_path):
+    def forward(model, x):
+        first, second = torch.unsafe_chunk(model(x), 2, dim=-1)  # views, though no schema says so
+        added = torch.add(x, 1, out=torch.empty(2, 4))
+        torch._foreach_add_([x[0], added[1]], 2.0)
+        joined = torch.ops.aten._unsafe_view(added, [8])
+        return torch.dropout(first + second, 0.5, True).sum() * joined.sum()
+
+    model = nn.Linear(4, 4)
+    runs = [
+        train(tmp_path / name, copy.deepcopy(model), forward=forward, steps=2, **roles)
+        for name, roles in (("full", {}), ("outputs", {"roles": ["output"]}))
+    ]
+
+    full, alone = ([e for e in events_of(run, 1) if e.role == "output"] for run in runs)
+    assert [(e.operator, e.slot, e.h) for e in alone] == [(e.operator, e.slot, e.h) for e in full]
+    assert not {"aten._unsafe_view", "aten.unsafe_split"} & {e.operator for e in full}

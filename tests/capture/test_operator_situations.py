@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.capture.operator_run import calls_of, events_of, train
 from upguard_plugin.trace.reader import open_trace
@@ -176,6 +177,34 @@ def test_a_mode_below_sees_what_it_sees_without_us(tmp_path):
             train(tmp_path / str(enabled), linear(), forward=forward, enabled=enabled)
         seen.append(below.seen)
     assert seen[0] == seen[1]
+
+
+@pytest.fixture
+def one_rank():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", [Counts, partial(FlopCounterMode, display=False)])
+def test_what_is_called_through_a_mode_is_called_from_behind_it(tmp_path, one_rank, mode):
+    def places(folder):
+        run = train(folder, nn.parallel.DistributedDataParallel(linear()))
+        batch = open_trace(run).read(0, 0)
+        return [
+            (key.phase, key.boundary, key.operator, key.source)
+            for key in (batch.key_of(row) for row in range(len(batch)))
+            if key.operator is not None
+        ]
+
+    alone = places(tmp_path / "alone")
+    with mode():
+        assert places(tmp_path / "under") == alone
+    named = [place for place in alone if place[2] == "c10d.allreduce_"]
+    assert {place[:2] for place in named} == {
+        ("grad_sync", "all_reduce[world] bucket 0 (weight, bias)")
+    }
 
 
 def test_autocast_and_functorch_are_recorded(tmp_path):

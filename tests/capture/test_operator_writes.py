@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.capture.operator_run import events_of, train
 from upguard_plugin.capture.extents import is_tracked
+from upguard_plugin.capture.operators.arguments import tensors_given, tensors_returned
 from upguard_plugin.capture.operators.schema import UNANNOTATED_WRITES, describe
 
 ONES, ZEROS = torch.ones, torch.zeros
@@ -37,11 +38,12 @@ def batch_norm_arguments(name: str) -> tuple[Any, ...]:
 
 
 class Watch(TorchDispatchMode):
-    """Collects the operators that write an argument without being known to do so."""
+    """Collects the operators that write or return an argument without being known to do so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.silent: set[str] = set()
+        self.silent_views: set[str] = set()
         self.seen: set[str] = set()
 
     def __torch_dispatch__(
@@ -64,6 +66,13 @@ class Watch(TorchDispatchMode):
         for key, before in silent.items():
             if _bytes(given[key]) != before:
                 self.silent.add(f"{operator.name} {key}")
+        if not operator.is_view and operator.looked_at is not None:
+            others = [
+                a.tensor for a in tensors_given(args, kwargs) if a.key not in operator.written
+            ]
+            returned = [r.tensor for r in tensors_returned(result) if r.tensor.numel()]
+            if any(is_tracked(r) and _shares(r, others) for r in returned):
+                self.silent_views.add(operator.name)
         return result
 
 
@@ -76,6 +85,7 @@ def _shares(tensor: torch.Tensor, other: Any) -> bool:
     others = other if isinstance(other, (list, tuple)) else [other]
     return any(
         isinstance(o, torch.Tensor)
+        and is_tracked(o)
         and o.untyped_storage()._cdata == tensor.untyped_storage()._cdata
         for o in others
     )
@@ -128,7 +138,7 @@ Samples = Callable[[], list[tuple[Any, tuple, dict]]]
 
 
 @pytest.mark.long
-def test_no_operator_of_torch_writes_what_it_is_not_known_to_write(monkeypatch):
+def test_no_operator_of_torch_writes_or_returns_what_it_is_not_known_to(monkeypatch):
     # torch's samples import a package that only torch's own tests need.
     stand_in = types.ModuleType("expecttest")
     stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
@@ -151,6 +161,7 @@ def test_no_operator_of_torch_writes_what_it_is_not_known_to_write(monkeypatch):
                 except Exception:  # samples are also made to be refused
                     continue
     assert watch.silent == set()
+    assert watch.silent_views == set()
     assert len(watch.seen) > 400
 
 

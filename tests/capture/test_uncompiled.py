@@ -62,3 +62,40 @@ def test_the_compiler_sees_the_users_code_and_none_of_ours(tmp_path):
     assert graphs == plain_graphs
     assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
     assert not [name for name in files if "upguard_plugin" in name]
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc2(self.fc1(x).sin())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_modules_that_are_compiled_later_share_their_graphs_as_without_us(tmp_path, in_place):
+    """Each a graph of its own: from the ninth on, the compiler would leave them uncompiled."""
+    graphs = {}
+    for folder in (None, tmp_path / "run"):
+        torch._dynamo.reset()
+        made = graphs[folder] = []
+
+        def backend(graph, _inputs, made=made):
+            made.append([str(node.target) for node in graph.graph.nodes if node.op[:4] == "call"])
+            return graph.forward
+
+        model = torch.nn.Sequential(*(Block() for _ in range(10)))
+        guard = None
+        if folder is not None:
+            guard = upguard_plugin.enable(model, None, {"level": "op", "output_dir": str(folder)})
+        for i, block in enumerate(model):
+            if in_place:
+                block.compile(backend=backend)
+            else:
+                model[i] = torch.compile(block, backend=backend)
+        model(torch.ones(2, 4)).sum().backward()
+        if guard is not None:
+            guard.close()
+    assert graphs[None] == graphs[tmp_path / "run"]
+    assert len(graphs[None]) == 2  # the first input has no gradient

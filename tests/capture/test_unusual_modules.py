@@ -6,11 +6,17 @@ import copy
 import gc
 import io
 import weakref
+from collections import Counter
 
 import torch
 from module_run import Block, Stack, recorded_modules, train
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+UNSEEN = (
+    "never fired: hooks in {}: these modules were not called, or in code only that torch.compile "
+    "compiled"
+)
 
 
 class ViewThenWrite(nn.Module):
@@ -139,11 +145,54 @@ def test_a_copy_of_a_recorded_model_is_not_recorded(tmp_path):
     assert [e.call for e in run.find(boundary="(root)", role="input")] == [0]
 
 
-def test_a_model_compiled_after_the_guard_is_attached_still_compiles_whole(tmp_path):
+def test_a_model_compiled_after_the_guard_is_attached_still_compiles_whole_and_that_is_said(
+    tmp_path,
+):
+    torch._dynamo.reset()
     model = Block()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     run = recorded_modules(tmp_path / "run", model, train(compiled, torch.ones(1, 4)), steps=2)
-    assert run.end.complete
+    assert {e.boundary for e in run.events} == {"(root)"}
+    assert run.end.notes == (UNSEEN.format("fc1, fc2"),)
+
+
+def test_containers_of_torch_that_are_compiled_later_are_said(tmp_path):
+    """The compiler takes their hooks into its code, where they do nothing."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = torch.compile(model, backend="eager")
+    run = recorded_modules(tmp_path / "run", model, train(compiled, torch.ones(1, 4)))
+    assert run.end.notes == (UNSEEN.format("(root), 0, 1"),)
+
+
+def test_a_submodule_that_is_compiled_later_is_said(tmp_path):
+    torch._dynamo.reset()
+    model = Stack()
+
+    def step(guard):
+        model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+        model.blocks[1].compile(backend="eager")
+        train(model, torch.ones(1, 4))(guard)
+
+    run = recorded_modules(tmp_path / "run", model, step)
+    assert {e.boundary for e in run.events} == {"(root)", "embed", "blocks.0", "blocks.1"}
+    assert run.end.notes == (UNSEEN.format("blocks.0.fc1, blocks.0.fc2, blocks.1.fc1 and 1 more"),)
+
+
+def test_a_model_that_was_compiled_and_run_before_its_bare_self_is_recorded_is_said(tmp_path):
+    torch._dynamo.reset()
+    model = Block()
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(1, 4))
+    run = recorded_modules(tmp_path / "run", model, train(compiled, torch.ones(1, 4)))
+    assert run.end.notes == (UNSEEN.format("fc1, fc2"),)
+
+
+def test_modules_that_are_not_called_are_not_said_where_nothing_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setitem(torch._dynamo.utils.counters, "stats", Counter())
+    model = Stack()
+    run = recorded_modules(tmp_path / "run", model, train(model.blocks[0], torch.ones(1, 4)))
+    assert run.end.notes == ()
 
 
 def test_calls_with_fake_tensors_are_skipped_and_said(tmp_path):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from upguard_plugin.compare.dumped import EventName
 from upguard_plugin.compare.elements import compare_elements, pattern_of
+from upguard_plugin.compare.float8 import FLOAT8, values_of
 from upguard_plugin.errors import UsageError
 from upguard_plugin.records import Stretch
 
@@ -39,6 +41,9 @@ def mask(shape, *places):
         (mask((2, 4, 6), 1), "row 1"),
         (mask((4, 6), (slice(2, None), slice(2, None))), "tile [2-3, 2-5]"),
         (mask((4, 6), (0, 0), (1, 3), (3, 1)), "scattered over 24 elements"),
+        (mask((4, 6), (1, slice(0, 3)), (1, slice(4, 6))), "most of row 1"),
+        (mask((4, 6), (1, slice(1, 4)), (2, slice(1, 3))), "most of tile [1-2, 1-3]"),
+        (mask(24, slice(3, 6), slice(7, 9)), "most of elements 3 to 8"),
     ],
 )
 def test_patterns_have_names(differs, pattern):
@@ -71,6 +76,16 @@ def test_bfloat16_is_read_from_its_bits():
     target = np.array([0x3F80, 0x4001], np.int16)
     found = compare_elements(baseline, target, "bfloat16", (2,))
     assert (found.max_abs, found.ulps, found.pattern) == (2**-6, {"1": 1}, "one element")
+
+
+@pytest.mark.parametrize("dtype", sorted(FLOAT8))
+def test_float8_is_read_as_torch_reads_it(dtype):
+    patterns = torch.arange(256).to(torch.uint8).view(getattr(torch, dtype))
+    read, values = patterns.double().numpy(), values_of(dtype)
+    assert np.array_equal(values, read, equal_nan=True)
+    assert np.array_equal(np.signbit(values[values == 0]), np.signbit(read[read == 0]))
+    found = compare_elements(np.uint8([0x38]), np.uint8([0x39]), dtype, (1,))
+    assert (found.differing, found.baseline.nan, found.ulps) == (1, 0, {"1": 1})
 
 
 def test_integers_and_complex_numbers_are_compared():

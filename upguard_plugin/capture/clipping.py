@@ -2,6 +2,7 @@
 
 In:  calls of `clip_grad_norm_`, `clip_grad_value_` and of `torch.amp.GradScaler`.
 Out: phase `clip`: the total norm, and the gradients after each of these steps; the loss scale.
+     The position is in that phase while they run.
 
 The functions inside `clip_grad_norm_` are replaced, not the function itself: programs that have
 imported it by name are seen too. Hand-written clipping shows in the gradients before the step.
@@ -76,15 +77,16 @@ class ClippingProbe:
         self._gradients = gradients
         self._name_of = name_of
         self._scalers: list[weakref.ref[GradScaler]] = []
+        self._phase_around = ""  # of the function that runs
         self._replacements: list[Replacement] = []
 
     def attach(self) -> None:
         """Replace the functions. `detach` puts them back."""
         replace: list[tuple[Any, str, Any, Any]] = [
             (clip_grad, "_get_total_norm", self._before_norm, self._after_norm),
-            (clip_grad, "_clip_grads_with_norm_", None, self._after_clip),
+            (clip_grad, "_clip_grads_with_norm_", self._enter, self._after_clip),
             # `clip_grad_value_` calls this first; what it leaves shows before the optimizer's step.
-            (clip_grad, "_group_tensors_by_device_and_dtype", self._before_norm, None),
+            (clip_grad, "_group_tensors_by_device_and_dtype", self._before_any, None),
             (GradScaler, "scale", self._before_scale, None),
             (GradScaler, "unscale_", self._before_unscale, self._after_unscale),
         ]
@@ -104,7 +106,19 @@ class ClippingProbe:
                 _record_scaler(now, scaler)
 
     @shielded
+    def _enter(self, *_args: Any, **_kwargs: Any) -> None:
+        self._phase_around, self._guard.position.phase = self._guard.position.phase, "clip"
+
+    def _leave(self) -> None:
+        self._guard.position.phase = self._phase_around
+
+    @shielded
     def _before_norm(self, *_args: Any, **_kwargs: Any) -> None:
+        self._enter()
+        self._before_any()
+
+    @shielded
+    def _before_any(self, *_args: Any, **_kwargs: Any) -> None:
         # It is about gradients; whose they are shows after it, in `_after_clip`.
         if self.recorder.active and not self._gradients.complete:
             self._gradients.record_complete(list(self._guard.names.parameters.items()))
@@ -112,6 +126,7 @@ class ClippingProbe:
 
     @shielded
     def _after_norm(self, norm: Any, *_args: Any, **_kwargs: Any) -> None:
+        self._leave()
         if self.recorder.active and isinstance(norm, Tensor):
             call = self._guard.position.next_call("grad_norm")
             with Snapshot(self._guard, "clip", call=call, operator="clip_grad_norm_") as now:
@@ -119,6 +134,7 @@ class ClippingProbe:
 
     @shielded
     def _after_clip(self, _result: None, parameters: Any, *_args: Any, **_kwargs: Any) -> None:
+        self._leave()
         self._record_after(parameters, "clip_grad_norm_")
 
     @shielded
@@ -133,12 +149,14 @@ class ClippingProbe:
 
     @shielded
     def _before_unscale(self, scaler: GradScaler, optimizer: Any) -> None:
+        self._enter()
         if self.recorder.active and scaler.is_enabled():
             self._gradients.record_complete(self._named(_parameters_of(optimizer)))
             self._gradients.mark_complete()
 
     @shielded
     def _after_unscale(self, _result: None, scaler: GradScaler, optimizer: Any) -> None:
+        self._leave()
         if scaler.is_enabled():
             self._record_after(_parameters_of(optimizer), "unscale_")
 

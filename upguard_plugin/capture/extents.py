@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from upguard_plugin.fingerprint.parts import PLAIN_TYPES, data_ptr
 from upguard_plugin.trace.batch import NONE
 
+# That of UntypedStorage may be watched by a probe.
+storage_data_ptr = torch._C.StorageBase.data_ptr  # type: ignore[attr-defined]
 Extent = tuple[int, int]  # first and last byte that a tensor reaches in its storage
 
 

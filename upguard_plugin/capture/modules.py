@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from upguard_plugin.capture.boundaries import Boundary, find_boundaries
 from upguard_plugin.capture.flow import Flow
@@ -25,6 +26,8 @@ from upguard_plugin.capture.recompute import RecomputeCalls, Region
 from upguard_plugin.capture.rng import look
 from upguard_plugin.capture.shield import Hook, out_of_sight, shielded
 from upguard_plugin.capture.tensors import Leaves, arguments_in, tensors_in
+from upguard_plugin.capture.uncompiled import has_compiled
+from upguard_plugin.records import NEVER_FIRED
 
 
 @dataclass(slots=True)
@@ -56,17 +59,28 @@ class ModuleProbe:
         self._step = -1
         self._in_use: set[tuple[str, str]] = set()  # (boundary, parameter) recorded in this step
         self._undo: list[Callable[[], None]] = []
+        self._hooked: list[str] = []  # boundaries to record
+        self._called: set[str] = set()  # boundaries whose hooks have run
 
     def attach(self) -> None:
         """Hook into the models as they are now."""
         boundaries, notes = find_boundaries(self._guard.names, self._guard.config)
         for sentence in notes:
             self.recorder.note(sentence)
+        number = RemovableHandle.next_id
         for module, boundary in boundaries:
+            # The same on all modules: the compiler takes modules that differ in it for different.
+            RemovableHandle.next_id = number
             self._hook(module, boundary)
+        self._hooked = [
+            boundary.name
+            for module, boundary in boundaries
+            if boundary.recorded and type(module).forward is not nn.Module.forward  # a container
+        ]
 
     def detach(self) -> None:
         """Leave modules and tensors as they were."""
+        self._note_unseen()
         while self._undo:
             self._undo.pop()()
         self._flow.detach()
@@ -88,8 +102,20 @@ class ModuleProbe:
         self._undo.extend(handle.remove for handle in handles)
 
     @shielded
+    def _note_unseen(self) -> None:
+        """Say which hooks never ran, where it may be that compiled code passed them by."""
+        unseen = [name for name in self._hooked if name not in self._called]
+        if unseen and self._position.step and has_compiled():
+            more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
+            self.recorder.note(
+                f"{NEVER_FIRED}hooks in {', '.join(unseen[:3])}{more}: these modules were not "
+                "called, or in code only that torch.compile compiled"
+            )
+
+    @shielded
     def _before(self, boundary: Boundary, module: nn.Module, args: tuple, kwargs: dict) -> None:
         # No return value: anything but None would replace the arguments.
+        self._called.add(boundary.name)
         if not self.recorder.active or out_of_sight(self.recorder):
             return
         call = self._begin(boundary, module)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from upguard_plugin.capture.extents import storage_data_ptr
 from upguard_plugin.fingerprint.parts import PLAIN_TYPES
 
 
@@ -46,4 +47,6 @@ class Part:
             return False
         if type(held) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES:
             return False
-        return weight.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+        return storage_data_ptr(weight.untyped_storage()) == storage_data_ptr(
+            held.untyped_storage()
+        )

@@ -17,6 +17,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 
 from upguard_plugin.capture.recorder import Recorder
+from upguard_plugin.capture.uncompiled import can_be_told, leave_alone
 from upguard_plugin.errors import ConfigError, PlacementError
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -49,6 +50,8 @@ def shielded(method: Method) -> Method:
             absorb(self.recorder, error)
             return None
 
+    if can_be_told():  # between two compiled graphs it would be compiled, to do nothing
+        leave_alone(call.__code__)  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
 
 

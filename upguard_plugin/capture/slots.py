@@ -89,4 +89,6 @@ class Slots:
         storage = None if self.storages is None else self.storages.find(tensor)
         if storage is None or storage.written_in != phase or placement is not None:
             return NONE
+        if self.storages is not None and self.storages.sample == 1:
+            return NONE
         return storage.slot_of(tensor, storage.look(tensor), None)

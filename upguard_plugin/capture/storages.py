@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from upguard_plugin.capture.extents import Extent, extent_of, is_tracked, look
+from upguard_plugin.capture.extents import Extent, extent_of, is_tracked, look, storage_data_ptr
 from upguard_plugin.fingerprint.parts import PLAIN_TYPES
 from upguard_plugin.fingerprint.spots import read_spots
 from upguard_plugin.records import Placement
@@ -254,6 +254,13 @@ class Storage:
             left += [] if high <= last else [(max(low, last + 1), high)]
         self._blank, self.pads = left, bool(left)
 
+    def lose_sight(self, for_good: bool) -> None:
+        """Something that the dispatcher does not show may write it from now on."""
+        self.forget()
+        self.forget_blank()
+        self.in_sight = False
+        self.exposed |= for_good
+
     def forget_blank(self) -> None:
         """Take all bytes for written: by something that did not say which."""
         self._blank, self._filled, self.pads = self._told, 0, bool(self._told)
@@ -267,6 +274,7 @@ class Storages:
         self._room = 4096
         self._reuses = 0
         self.have_padding = False  # whether some of them had blank bytes among others
+        self.sample = SAMPLE  # 1: no hash is used again
         self.hold_names = False  # whether any entry ever had something in `holds`
 
     def __len__(self) -> int:
@@ -278,14 +286,14 @@ class Storages:
             return None
         try:
             storage = tensor.untyped_storage()
-            address, size = storage.data_ptr(), storage.nbytes()
+            address, size = storage_data_ptr(storage), storage.nbytes()
         except RuntimeError:  # sparse, or zeros without memory, as autograd makes them for tangents
             return None
         entry = self._by_address.get(storage._cdata)
         if entry is None:
             if not is_tracked(tensor):
                 return None
-            entry = self._enter(tensor, storage, address, size)
+            entry = self._enter(storage, address, size, tensor.is_cpu)
         try:
             version = tensor._version
         except RuntimeError:  # of an inference tensor, which does not count
@@ -296,12 +304,12 @@ class Storages:
             entry.version, entry.address, entry.size = version, address, size
         return entry
 
-    def _enter(self, tensor: torch.Tensor, storage: Any, address: int, size: int) -> Storage:
+    def _enter(self, storage: Any, address: int, size: int, on_host: bool) -> Storage:
         if len(self._by_address) >= self._room:
             self.prune()
         # Memory that torch did not allocate belongs to somebody who may write it.
         own = storage.resizable()
-        entry = Storage(storage._weak_ref(), address, size, own, tensor.is_cpu, not own)
+        entry = Storage(storage._weak_ref(), address, size, own, on_host, not own)
         self._by_address[storage._cdata] = entry
         return entry
 
@@ -326,9 +334,9 @@ class Storages:
         self._by_address = {a: e for a, e in self._by_address.items() if not e.in_sight}
 
     def is_due(self) -> bool:
-        """Whether a hash that need not be taken is taken all the same: one in SAMPLE."""
+        """Whether a hash that need not be taken is taken all the same: one in `sample`."""
         self._reuses += 1
-        return self._reuses % SAMPLE == 0
+        return self._reuses % self.sample == 0
 
     def lose_sight(self, tensor: torch.Tensor, *, for_good: bool = False) -> None:
         """The tensor may be written where the dispatcher does not show it.
@@ -337,7 +345,12 @@ class Storages:
         """
         entry = self.find(tensor)
         if entry is not None:
-            entry.forget()
-            entry.forget_blank()
-            entry.in_sight = False
-            entry.exposed |= for_good
+            entry.lose_sight(for_good)
+
+    def hand_out(self, storage: torch.UntypedStorage) -> None:
+        """Somebody gets the address of a storage, without a tensor to tell its version."""
+        entry = self._by_address.get(storage._cdata)
+        if entry is None:
+            address, size = storage_data_ptr(storage), storage.nbytes()
+            entry = self._enter(storage, address, size, storage.device.type == "cpu")
+        entry.lose_sight(for_good=True)

@@ -8,6 +8,7 @@ where one is missing, torch's own wrapper stays.
 
 from __future__ import annotations
 
+import sys
 from types import CodeType
 
 from torch._C._dynamo import eval_frame
@@ -25,3 +26,9 @@ def leave_alone(code: CodeType) -> None:
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
     eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # slow to load: not for this question
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from upguard_plugin.compare.float8 import FLOAT8, values_of
 from upguard_plugin.records import Stretch
 from upguard_plugin.verdict_parts import ElementDiff, Held, Specials
 
@@ -56,8 +57,8 @@ def compare_elements(
         max_abs=float(gaps.max()) if len(gaps) else None,
         max_rel=float((gaps / np.where(sizes > 0, sizes, 1)).max()) if len(gaps) else None,
         ulps=_histogram(bits[0].reshape(-1)[flat], bits[1].reshape(-1)[flat], finite, dtype),
-        baseline=_specials(values[0]),
-        target=_specials(values[1]),
+        baseline=_specials(values[0], dtype),
+        target=_specials(values[1], dtype),
         of=_owners(np.flatnonzero(differs.reshape(-1)), holds),
     )
 
@@ -94,6 +95,10 @@ def pattern_of(differs: npt.NDArray[np.bool_]) -> str:
         return f"the tail, from element {first} on" if end else f"elements {first} to {last}"
     if (steps == steps[0]).all() and len(places) > 2:
         return f"every {_ordinal(int(steps[0]))} element from {first} to {last}"
+    block = np.zeros_like(differs)
+    block[tuple(slice(at.min(), at.max() + 1) for at in np.nonzero(differs))] = True
+    if len(places) < block.sum() <= 2 * len(places) and not block.all():
+        return f"most of {pattern_of(block)}"  # what was equal there may be so by chance
     return f"scattered over {differs.size} elements"
 
 
@@ -150,17 +155,21 @@ def _bits(array: Array, shape: Sequence[int]) -> Array:
 
 
 def _values(bits: Array, dtype: str) -> npt.NDArray[np.float64]:
-    """The numbers behind the bits, as float64; NaN for bits of float8, whose formats are many."""
+    """The numbers behind the bits, as float64; NaN for elements that are several numbers."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    if dtype.startswith(("float8", "float4")):
+    if dtype in FLOAT8:
+        return values_of(dtype)[bits]
+    if dtype.startswith("float4"):
         return np.full(bits.shape, np.nan)
     plain = {"complex64": "float32", "complex128": "float64", "bool": "uint8"}.get(dtype, dtype)
     with np.errstate(invalid="ignore"):
         return bits.view(np.dtype(plain)).astype(np.float64)
 
 
-def _specials(values: npt.NDArray[np.float64]) -> Specials:
+def _specials(values: npt.NDArray[np.float64], dtype: str) -> Specials:
+    if dtype.startswith("float4"):  # it has none
+        return Specials(nan=0, infinite=0, negative_zero=0)
     return Specials(
         nan=int(np.isnan(values).sum()),
         infinite=int(np.isinf(values).sum()),

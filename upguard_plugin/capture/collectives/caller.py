@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import upguard_plugin
 from upguard_plugin.capture.frames import WRAPPERS
@@ -62,9 +63,7 @@ class Caller:
 
 def find_caller(*, with_factor: bool = False) -> Caller:
     """Look at the stack of the calling thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_between(frame):
-        frame = frame.f_back
+    frame = _launching(sys._getframe(1))
     innermost = _AUTOGRAD if frame is None else frame.f_code.co_filename
     source: Source | None = None
     in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
@@ -96,6 +95,25 @@ def find_caller(*, with_factor: bool = False) -> Caller:
         in_gradient_code=in_gradient_code,
         of_objects=of_objects,
         factor=factor,
+    )
+
+
+def _launching(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the launch itself, whatever dispatch modes it came through."""
+    found = frame
+    for _ in range(_MAX_DEPTH):
+        if frame is None or frame.f_code.co_filename == _AUTOGRAD:
+            break
+        if _is_a_modes(frame) or (frame is found and _is_between(frame)):
+            found = frame.f_back
+        frame = frame.f_back
+    return found
+
+
+def _is_a_modes(frame: FrameType) -> bool:
+    """Whether a dispatch mode is handling an operator there."""
+    return frame.f_code.co_name == "__torch_dispatch__" and isinstance(
+        frame.f_locals.get("self"), TorchDispatchMode
     )
 
 

@@ -19,6 +19,7 @@ import torch
 
 from upguard_plugin.capture.collectives.groups import Member
 from upguard_plugin.capture.collectives.pieces import chunk, exchange
+from upguard_plugin.capture.extents import storage_data_ptr
 from upguard_plugin.records import Placement
 
 Tensor = torch.Tensor
@@ -86,7 +87,7 @@ def plan(operator: str, args: Args, member: Member) -> Plan:
 def _storage(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
-    return tensor.untyped_storage().data_ptr()
+    return storage_data_ptr(tensor.untyped_storage())
 
 
 def _slots(tensors: Sequence[Tensor]) -> tuple[Buffer, ...]:

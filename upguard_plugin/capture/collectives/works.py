@@ -27,6 +27,7 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from upguard_plugin.capture.collectives.under_way import Flight, UnderWay
+from upguard_plugin.capture.extents import storage_data_ptr
 from upguard_plugin.capture.pauses import inside_kernel
 from upguard_plugin.capture.recorder import Recorder
 
@@ -109,14 +110,14 @@ class Works:
         self._under_way.waits_for(tensor)
         if not self._pending:
             return
-        address = tensor.untyped_storage().data_ptr()
+        address = storage_data_ptr(tensor.untyped_storage())
         with self._lock:
             over = [
                 pending
                 for many in self._pending.values()
                 for pending in many
                 if pending.future is None
-                and any(t.untyped_storage().data_ptr() == address for t in pending.tensors)
+                and any(storage_data_ptr(t.untyped_storage()) == address for t in pending.tensors)
             ]
         for pending in over:
             self._end(pending, True)

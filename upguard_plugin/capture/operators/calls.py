@@ -10,6 +10,7 @@ recorded (another module, a view, a bypassed one) may still write, so it has to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,7 @@ class OperatorCalls:
         self._sites = Sites()
         self._locator = Locator(guard)
         self._step = NONE
+        self.on_step: Callable[[], None] = ignore  # what else is to be done when a step begins
 
     def forget(self) -> None:
         """To be called when no operators are watched any more."""
@@ -305,3 +307,4 @@ class OperatorCalls:
         self._step = self._position.step
         self._sites.begin_step()
         self._locator.forget()
+        self.on_step()

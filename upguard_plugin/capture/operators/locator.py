@@ -25,6 +25,7 @@ from upguard_plugin.capture.probe import Host
 from upguard_plugin.trace.batch import NONE
 
 _current_node = torch._C._current_autograd_node
+_OF_PARAMETERS = ("optimizer", "clip")  # phases whose operators work for parameters
 _ACCUMULATE, _BACKWARD, _RECOMPUTE = "accumulate", "backward", "recompute"
 
 
@@ -41,9 +42,9 @@ class Locator:
     def place_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Place, str]:
         """Where the operator that is running with these belongs, and its phase."""
         position = self._position
-        in_step = position.phase == "optimizer" and not position.module
-        if in_step and _current_node() is None:
-            return self._optimizer_place(args, kwargs), "optimizer"
+        phase = position.phase
+        if phase in _OF_PARAMETERS and not position.module and _current_node() is None:
+            return self._parameter_place(phase, args, kwargs), phase
         return self._locate()
 
     def place_quickly(self) -> None:
@@ -65,7 +66,7 @@ class Locator:
 
     def element_owners(self, arguments: list[Argument], phase: str) -> tuple[str, ...]:
         """Of an operator on lists: the parameter that each element is for."""
-        if phase != "optimizer":
+        if phase not in _OF_PARAMETERS:
             return ()
         elements: dict[int, list[torch.Tensor]] = {}
         for argument in arguments:
@@ -101,9 +102,11 @@ class Locator:
             self._nodes.note(place)
         return place, _BACKWARD
 
-    def _optimizer_place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Place:
+    def _parameter_place(self, phase: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Place:
         source = self._sources.nearest(depth=6)
-        owner = self._owners.of(*args, *kwargs.values())
+        # An update goes from parameter to parameter; a norm is of all of them.
+        owner_of = self._owners.of if phase == "optimizer" else self._owners.find
+        owner = owner_of(*args, *kwargs.values())
         place = self._nodes.place(owner, self._position.microbatch, source)
         if torch.is_grad_enabled():
             self._nodes.note(place)

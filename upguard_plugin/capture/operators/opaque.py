@@ -1,11 +1,13 @@
 """Named boundaries around code that may bypass the dispatcher.
 
-In:  calls of `torch.autograd.Function` (forward and backward), launches of Triton kernels, and
-     tensors whose memory is handed out of torch (`numpy()`, DLPack, `data_ptr()`).
-Out: events of operator `autograd.<Class>` or `triton.<kernel>`; and storages that are trusted no
-     more: what such code wrote was not seen, so what it touched is hashed again.
+In:  calls of `torch.autograd.Function` (forward and backward), launches of Triton kernels,
+     functions of extension modules, and memory that is handed out of torch (`numpy()`, DLPack,
+     `data_ptr()`).
+Out: events of operator `autograd.<Class>`, `triton.<kernel>`, `<module>.<function>`; and storages
+     that are trusted no more: what such code wrote was not seen, so it is hashed again.
 
-All of it is attribute replacement on classes of torch and Triton; `detach` takes it back.
+All of it is attribute replacement, on classes of torch and Triton and on extension modules;
+`detach` takes it back.
 """
 
 from __future__ import annotations
@@ -13,17 +15,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import BackwardCFunction, Function
 
+from upguard_plugin.capture.operators.kernels import Kernels, functions_of
 from upguard_plugin.capture.pauses import inside_kernel
 
 if TYPE_CHECKING:
     from upguard_plugin.capture.operators.probe import OperatorProbe
 
-_HANDED_OUT = ("numpy", "__dlpack__", "data_ptr")
+Memory = torch.Tensor | torch.UntypedStorage
+_HANDED_OUT = (
+    (torch.Tensor, "numpy"), (torch.Tensor, "__dlpack__"), (torch.Tensor, "data_ptr"),
+    (torch.UntypedStorage, "data_ptr"),
+)  # fmt: skip
 
 
 class OpaqueCode:
@@ -32,6 +40,7 @@ class OpaqueCode:
     def __init__(self, probe: OperatorProbe) -> None:
         self._probe = probe
         self._undo: list[Callable[[], None]] = []
+        self._kernels = Kernels()
 
     def attach(self) -> None:
         """Replace the attributes."""
@@ -40,19 +49,31 @@ class OpaqueCode:
         self._replace(
             BackwardCFunction, "apply_boxed", self._backward(BackwardCFunction.apply_boxed)
         )
-        for name in _HANDED_OUT:
-            self._replace(torch.Tensor, name, self._export(getattr(torch.Tensor, name)))
+        for owner, name in _HANDED_OUT:
+            self._replace(owner, name, self._export(getattr(owner, name)))
         if "triton" in sys.modules:
             from triton.runtime.jit import KernelInterface  # optional, and loaded already
 
             self._replace(KernelInterface, "__getitem__", self._launch(KernelInterface.__getitem__))
+        self.watch_kernels()
+
+    def watch_kernels(self) -> None:
+        """Stand around the functions of extension modules that were not there before.
+
+        They may have been taken out of their module already, and write in methods of its classes:
+        where there is such a module, no hash is used again.
+        """
+        for module in self._kernels.new_modules():
+            self._probe.calls.storages.sample = 1
+            for name, function in functions_of(module).items():
+                self._replace(module, name, self._kernel(f"{module.__name__}.{name}", function))
 
     def detach(self) -> None:
         """Put back what was there."""
         while self._undo:
             self._undo.pop()()
 
-    def _replace(self, owner: type, name: str, new: Any) -> None:
+    def _replace(self, owner: type | ModuleType, name: str, new: Any) -> None:
         inherited = name not in owner.__dict__
         old = owner.__dict__.get(name)
         setattr(owner, name, new)
@@ -96,6 +117,20 @@ class OpaqueCode:
 
         return apply
 
+    def _kernel(self, name: str, original: Callable[..., Any]) -> Any:
+        probe = self._probe
+
+        @wraps(original)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if not probe.watches():
+                return original(*args, **kwargs)
+            running = probe.calls.begin_opaque(name, args, kwargs, writes=True)
+            result = original(*args, **kwargs)
+            probe.calls.finish_opaque(running, result)
+            return result
+
+        return kernel
+
     def _launch(self, original: Callable[..., Any]) -> Any:
         probe = self._probe
 
@@ -121,10 +156,10 @@ class OpaqueCode:
         probe = self._probe
 
         @wraps(original)
-        def export(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def export(owner: Memory, *args: Any, **kwargs: Any) -> Any:
             if probe.watches():
-                probe.hand_out(tensor)
-            return original(tensor, *args, **kwargs)
+                probe.hand_out(owner)
+            return original(owner, *args, **kwargs)
 
         return export
 

@@ -1,4 +1,4 @@
-"""Which parameter an operator of the optimizer works for.
+"""Which parameter an operator of the optimizer, or of clipping, works for.
 
 In:  the optimizers and the names of their parameters. Out: a name for a tensor: that of the
 parameter it is, or whose gradient or state it is.
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from upguard_plugin.capture.extents import identity_of
 from upguard_plugin.capture.names import ParameterNames
@@ -23,6 +24,8 @@ class Owners:
         self._names = names
         self._optimizers = tuple(optimizers)
         self._by_address: dict[int, str] | None = None
+        self._held: list[StorageWeakRef] = []  # while it is, an address is nobody else's
+        self._num_states = 0
         self._last = ""
 
     def of(self, *values: Any) -> str:
@@ -30,12 +33,24 @@ class Owners:
 
         values: an operator's arguments; tensors are found in lists too.
         """
-        if self._by_address is None:
-            self._by_address = dict(self._addresses())
-        owner = self._first(self._by_address, values)
-        if owner is not None:
-            self._last = owner
+        owner = self.find(*values)
+        if not owner and self._num_states != self._count_states():  # those of a first step
+            self._by_address = None
+            owner = self.find(*values)
+        self._last = owner or self._last
         return self._last
+
+    def find(self, *values: Any) -> str:
+        """As `of`; empty where no tensor has an owner."""
+        if self._by_address is None:
+            self._num_states = self._count_states()
+            owned = list(self._owned())
+            self._held = [StorageWeakRef(tensor.untyped_storage()) for tensor, _ in owned]
+            self._by_address = {identity_of(tensor): name for tensor, name in owned}
+        return self._first(self._by_address, values) or ""
+
+    def _count_states(self) -> int:
+        return sum(len(getattr(optimizer, "state", ())) for optimizer in self._optimizers)
 
     def _first(self, owners: dict[int, str], values: Iterable[Any]) -> str | None:
         for value in values:
@@ -52,22 +67,23 @@ class Owners:
     def forget(self) -> None:
         """To be called when the step ends."""
         self._by_address = None
+        self._held.clear()
         self._last = ""
 
-    def _addresses(self) -> Iterable[tuple[int, str]]:
+    def _owned(self) -> Iterable[tuple[torch.Tensor, str]]:
         for name, parameter in self._names.parameters.items():
             if parameter.grad is not None:
-                yield from _address(parameter.grad, name)
+                yield from _tracked(parameter.grad, name)
         for optimizer in self._optimizers:
             for parameter, state in getattr(optimizer, "state", {}).items():
                 owner = self._names.of(parameter)
                 if owner is not None and isinstance(state, dict):
                     for value in state.values():
-                        yield from _address(value, owner)
+                        yield from _tracked(value, owner)
         for name, parameter in self._names.parameters.items():
-            yield from _address(parameter, name)
+            yield from _tracked(parameter, name)
 
 
-def _address(value: object, name: str) -> Iterable[tuple[int, str]]:
+def _tracked(value: object, name: str) -> Iterable[tuple[torch.Tensor, str]]:
     if isinstance(value, torch.Tensor) and identity_of(value) != NONE:
-        yield identity_of(value), name
+        yield value, name

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from upguard_plugin.capture.operators.calls import OperatorCalls, Running
 from upguard_plugin.capture.operators.modes import below_others, leave_mode
-from upguard_plugin.capture.operators.opaque import OpaqueCode
+from upguard_plugin.capture.operators.opaque import Memory, OpaqueCode
 from upguard_plugin.capture.probe import Host
 from upguard_plugin.capture.shield import absorb, shielded
 from upguard_plugin.capture.uncompiled import can_be_told, leave_alone
@@ -47,6 +47,7 @@ class OperatorProbe(TorchDispatchMode):
         self.recorder = guard.recorder
         self.calls = OperatorCalls(guard)
         self._opaque = OpaqueCode(self)
+        self.calls.on_step = self._opaque.watch_kernels
         self._entered = False
         self._inside = guard.recorder.threads_inside
 
@@ -130,9 +131,12 @@ class OperatorProbe(TorchDispatchMode):
         )
 
     @shielded
-    def hand_out(self, tensor: torch.Tensor) -> None:
-        """Somebody gets the address of the tensor's memory: it is never trusted again."""
-        self.calls.storages.lose_sight(tensor, for_good=True)
+    def hand_out(self, memory: Memory) -> None:
+        """Somebody gets the address of a tensor's memory: it is never trusted again."""
+        if isinstance(memory, torch.UntypedStorage):
+            self.calls.storages.hand_out(memory)
+        else:
+            self.calls.storages.lose_sight(memory, for_good=True)
 
 
 if can_be_told():

@@ -29,6 +29,8 @@ _COPYING = {"copy_", "clone", "_to_copy", "cat", "stack"}
 # By name: element i of a result comes of element i of the arguments, as with torch's tag pointwise.
 _BY_ELEMENT = ("_foreach_", "_fused_", "_amp_foreach_", "native_dropout")
 _REDUCING = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+# Their results share the memory of their argument although the schema does not say so.
+_UNANNOTATED_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
 # They compute nothing of the run: bookkeeping of the profiler and of autograd.
 _UNOBSERVED_NAMESPACES = {"profiler", "prim", "prims"}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -129,6 +131,7 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
         by_element=by_element,
         # `set_` gives a tensor another storage: it writes no memory.
         is_view=name == "set_"
+        or (namespace == "aten" and name in _UNANNOTATED_VIEWS)
         or (bool(aliases) and not written and all(alias is not None for alias in aliases)),
         is_random=is_random,
         is_foreach=is_foreach,

@@ -16,8 +16,11 @@ from upguard_plugin.capture.frames import WRAPPERS
 from upguard_plugin.records import Source
 
 _LIBRARIES = (
-    str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen", *WRAPPERS,
+    str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen",
+    "<eval_with_key", *WRAPPERS,  # the former is code that torch has written
 )  # fmt: skip
+# Of modes and subclasses: an operator passes them by, it is not called from there.
+_HANDLERS = {"__torch_dispatch__", "__torch_function__"}
 _UNKNOWN: dict[int, Source] = {}
 
 
@@ -50,7 +53,7 @@ class SourceFinder:
     def _judge(self, code: CodeType) -> dict[int, Source] | None:
         """What is known of a code object's lines: nothing yet, or None if it is no user's."""
         self._codes.append(code)
-        is_user = not code.co_filename.startswith(_LIBRARIES)
+        is_user = code.co_name not in _HANDLERS and not code.co_filename.startswith(_LIBRARIES)
         lines = self._lines[id(code)] = {} if is_user else None
         return lines
 
