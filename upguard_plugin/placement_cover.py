@@ -15,6 +15,8 @@ import numpy.typing as npt
 from upguard_plugin.errors import PlacementError
 from upguard_plugin.records import Piece, Placement
 
+CANNOT_MERGE = "cannot merge "  # how the sentences of errors begin
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -24,7 +26,7 @@ def check_cover(placements: Sequence[Placement], name: str = "") -> None:
     name: of the tensor, for the message. Work and memory grow with the number of contiguous
     stretches in the parts, not with their elements.
     """
-    what = f"cannot merge {name}" if name else "cannot merge these parts"
+    what = CANNOT_MERGE + (name or "these parts")
     shapes = {placement.logical_shape for placement in placements}
     if len(shapes) != 1:
         found = ", ".join(str(list(shape)) for shape in sorted(shapes)) or "none"

@@ -22,6 +22,7 @@ from upguard_plugin.capture.run import find_rank
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.integrations.torch_native.checkpoints import DistributedCheckpoints
 from upguard_plugin.integrations.torch_native.reducer import ReducerBuckets
+from upguard_plugin.integrations.torch_native.uneven import UnevenInputs
 from upguard_plugin.integrations.torch_native.zero_redundancy import (
     DividedPlacements,
     ZeroRedundancyProbe,
@@ -65,7 +66,7 @@ def enable(
 
 
 def _probes(guard: Guard) -> list[Probe]:
-    probes: list[Probe] = [DistributedCheckpoints()]
+    probes: list[Probe] = [DistributedCheckpoints(), UnevenInputs(guard)]
     if _divided(guard.optimizers) is not None:
         probes.append(ZeroRedundancyProbe(guard))
     return probes

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import upguard_plugin
 from tests.bugs.training import Deed, compare, found, record
 
 SMALL = {"num_layers": 1, "width": 16, "num_heads": 2, "vocabulary": 32, "length": 8}
@@ -80,3 +81,24 @@ def test_an_array_that_is_only_read_changes_nothing(clean, tmp_path):
 
     again = record(tmp_path / "again", level="op", before_step=overwriting(read), **SMALL)
     assert compare(clean, again)["verdict"] == "identical"
+
+
+def test_a_number_that_was_expanded_and_overwritten_is_seen(tmp_path):
+    """Its elements are many, its bytes are few."""
+
+    def run(name: str, factor: float):
+        model = torch.nn.Identity()
+        settings = {"level": "op", "output_dir": str(tmp_path / name)}
+        with upguard_plugin.enable(model, None, settings) as guard:
+            number = torch.full((), 2.0)
+            many = number.expand(100, 100)
+            first = many.sum()
+            memory = (ctypes.c_float * 1).from_address(torch._C.TensorBase.data_ptr(number))
+            memory[0] *= factor
+            (first + many.mean()).item()
+            guard.step()
+        return tmp_path / name
+
+    first = compare(run("baseline", 1.0), run("target", 3.0))["first_divergence"]
+    assert (first["operator"], first["role"], first["slot"]) == ("aten.mean", "input", "args.0")
+    assert "overwritten in between" in first["explanation"]

@@ -208,7 +208,7 @@ def test_a_crash_of_the_training_is_said_in_the_trace(tmp_path):
 SCRIPT = """
 import sys, torch, upguard_plugin
 model = torch.nn.Linear(2, 2)
-guard = upguard_plugin.enable(model, None, {"output_dir": sys.argv[1]})
+guard = upguard_plugin.enable(model, None, {"output_dir": sys.argv[1], "level": sys.argv[3]})
 model(torch.ones(1, 2)).sum().backward()
 guard.step()
 if sys.argv[2] == "crash":
@@ -220,17 +220,19 @@ if sys.argv[2] == "crash":
     "how, complete, reason",
     [("end", True, ""), ("crash", False, "the training ended with ValueError")],
 )
-def test_a_script_that_never_closes_has_a_whole_trace(tmp_path, how, complete, reason):
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), how]
+@pytest.mark.parametrize("level", ["module", "op"])
+def test_a_script_that_never_closes_has_a_whole_trace(tmp_path, level, how, complete, reason):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), how, level]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120)
     end = Recorded(tmp_path / "run").end
     assert (end.complete, end.reason) == (complete, reason)
     run = tmp_path / "run"
     lines = [line for line in process.stderr.splitlines() if line.startswith("upguard: ")]
     assert lines[0] == (
-        f"upguard: recording level module to {run}; afterwards: upguard compare {run} OTHER_RUN"
+        f"upguard: recording level {level} to {run}; afterwards: upguard compare {run} OTHER_RUN"
     )
     assert len(lines) == 2 and lines[1].endswith(" MB per step and rank")
+    assert "Exception ignored" not in process.stderr  # of what goes while Python ends
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path):

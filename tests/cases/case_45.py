@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,26 +12,15 @@ from torch import Tensor
 import upguard_plugin
 from tests.cases.case import Case
 from tests.cases.models import VOCABULARY, TinyGPT, batches, next_token_loss
+from tests.faulty_kernel import faulty_kernel
 
-OPERATOR = "_reduce_scatter_base_"
 
-
-class FaultyLibrary:
-    """Stands below torch's dispatcher: loses 8 elements where the size is no multiple of 16."""
-
-    def __init__(self) -> None:
-        self._kernel = torch.library.get_kernel(f"c10d::{OPERATOR}", "CPU")
-        self._library = torch.library.Library("c10d", "IMPL")
-        self._library.impl(OPERATOR, self._call, "CPU", with_keyset=True)
-
-    def _call(self, keys: Any, output: Tensor, whole: Tensor, *args: Any) -> Any:
-        if whole.numel() % 16:
-            whole = whole.clone()
-            whole[-8:] = 0
-        return self._kernel.call_boxed(keys, output, whole, *args)
-
-    def close(self) -> None:
-        self._library._destroy()
+def lose_the_tail(kernel: Callable[..., Any], output: Tensor, whole: Tensor, *args: Any) -> Any:
+    """Loses 8 elements where the size is no multiple of 16."""
+    if whole.numel() % 16:
+        whole = whole.clone()
+        whole[-8:] = 0
+    return kernel(output, whole, *args)
 
 
 def reduce_last_bucket(model: TinyGPT, group: dist.ProcessGroup) -> None:
@@ -48,18 +37,16 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = TinyGPT().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
-    library = FaultyLibrary() if variant == "target" else None
-    try:
-        with upguard_plugin.enable(model, optimizer, config) as guard:
-            for tokens, labels in batches(num=1):
-                tokens[0, 0] = VOCABULARY - 1  # the last row has a gradient to lose
-                next_token_loss(model(tokens).float(), labels).backward()
-                reduce_last_bucket(model, alone)
-                optimizer.step()
-                guard.step()
-    finally:
-        if library is not None:
-            library.close()
+    with (
+        faulty_kernel("_reduce_scatter_base_", lose_the_tail, variant == "target"),
+        upguard_plugin.enable(model, optimizer, config) as guard,
+    ):
+        for tokens, labels in batches(num=1):
+            tokens[0, 0] = VOCABULARY - 1  # the last row has a gradient to lose
+            next_token_loss(model(tokens).float(), labels).backward()
+            reduce_last_bucket(model, alone)
+            optimizer.step()
+            guard.step()
 
 
 CASE = Case(

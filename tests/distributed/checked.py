@@ -101,6 +101,33 @@ def checkpointed(kind: str, folder: str, fault: bool, in_background: bool = Fals
         step(guard)
 
 
+def uneven(folder: str, level: str, fault: bool, per_step: int) -> None:
+    """Rank 1 has two steps more than rank 0, which joins; then both have one more.
+
+    With the fault a bit of rank 1's weight flips before that.
+    """
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(dist.get_rank())
+
+    def step(guard: upguard_plugin.Guard) -> None:
+        for k in range(per_step):
+            guard.microbatch(k)
+            model(torch.randn(4, 4, generator=data)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.step()
+
+    with recording(model, optimizer, folder, {"dp": 2}, level) as guard:
+        with model.join():
+            for _ in range(2 + 2 * dist.get_rank()):
+                step(guard)
+        if fault and dist.get_rank() == 1:
+            flip_a_bit(next(iter(model.parameters())).detach())
+        step(guard)
+
+
 @contextmanager
 def misread(on: bool) -> Iterator[None]:
     """A disk that gives back the first weight with one bit flipped."""

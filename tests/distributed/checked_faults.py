@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
+from tests.faulty_kernel import faulty_kernel
+
 
 @contextmanager
 def tampered(
@@ -25,30 +27,22 @@ def tampered(
     reads: Callable[[Any], Any] | None = None,
     leaves: Callable[[Any], Any] | None = None,
 ) -> Iterator[None]:
-    """A backend with a fault, below UpGuard's probe, as that of a library would be.
+    """A backend with a fault, below UpGuard's probe.
 
     reads: the operator's arguments -> those that the kernel gets instead. leaves: called with the
     arguments when the work is done, to spoil a result.
     """
-    if not on:
-        yield
-        return
-    kernel = torch.library.get_kernel(f"c10d::{operator}", "CPU")
-    library = torch.library.Library("c10d", "IMPL")
 
-    def call(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-        result = kernel.call_boxed(keys, *(args if reads is None else reads(args)))
+    def call(kernel: Callable[..., Any], *args: Any) -> Any:
+        result = kernel(*(args if reads is None else reads(args)))
         if leaves is not None:
             handle = result[-1] if isinstance(result, tuple) else result
             dist.Work.unbox(handle).wait()
             leaves(args)
         return result
 
-    library.impl(operator, call, "CPU", with_keyset=True, allow_override=True)
-    try:
+    with faulty_kernel(operator, call, on):
         yield
-    finally:
-        library._destroy()
 
 
 def without_tail(args: Any) -> Any:

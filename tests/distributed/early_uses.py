@@ -249,6 +249,11 @@ def functions(folder: str, level: str) -> None:
         functional.wait_tensor(values)
         values.sum()
         work.wait()
+        with waited_for_by_tensor():
+            work = dist.all_reduce(values, async_op=True)
+        wait_as_compiled_code_may(values)
+        values.sum()
+        work.wait()
         # A backend writes behind the sum too: it divides.
         for size in (8, 1 << 20):
             means = torch.ones(size)
@@ -260,6 +265,33 @@ def functions(folder: str, level: str) -> None:
         work = dist.all_reduce(values, async_op=True)
         work.get_future().then(lambda done: done.value()[0].mul(2)).wait()
         values.sum()
+
+
+def wait_as_compiled_code_may(values: Tensor) -> None:
+    """Wait in the kernel of `wait_tensor`, as code that does not pass torch's dispatcher."""
+    kernels = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    torch.ops._c10d_functional.wait_tensor.default.redispatch(kernels, values)
+
+
+def reshaped(folder: str, level: str) -> None:
+    """All changes of shape in place that torch has, while the memory is under way."""
+    values = torch.ones(2, 3)
+    with recorded(folder, level) as other:
+        other.come()
+        work = dist.all_reduce(values, async_op=True)
+        if dist.get_rank() == 0:
+            values.set_(values)  # alone: the others are taken as the counter's reason
+        other.let_come()
+        work.wait()
+        other = Meeting(f"{folder} again")
+        other.come()
+        work = dist.all_reduce(values, async_op=True)
+        if dist.get_rank() == 0:
+            values.t_().transpose_(0, 1).swapaxes_(0, 1).swapdims_(0, 1).detach_()
+            values.unsqueeze_(0).squeeze_(0).squeeze_().as_strided_((3, 2), (2, 1))
+            values.resize_(6).resize_as_(torch.ones(2, 3))
+        other.let_come()
+        work.wait()
 
 
 Case = Callable[[str, str, bool], None]

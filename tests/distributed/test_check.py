@@ -91,6 +91,20 @@ def test_a_send_is_looked_at_again_when_it_is_over(
     assert (checks["received-is-sent"], checks["inputs-unchanged"]) == (1, 1)
 
 
+@pytest.mark.parametrize(("level", "per_step"), [("module", 1), ("stage", 2)])
+def test_a_rank_without_inputs_goes_through_the_steps_of_the_others(
+    two_ranks: Ranks, tmp_path: Path, level: str, per_step: int
+) -> None:
+    two_ranks.run(checked.uneven, str(tmp_path / "wrong"), level, True, per_step)
+    two_ranks.run(checked.uneven, str(tmp_path / "right"), level, False, per_step)
+
+    first, clean = check(tmp_path / "wrong")["broken"][0], check(tmp_path / "right")
+
+    assert fields(first)[:4] == ("replicas-agree", 4, "start", "0.weight")
+    assert clean["broken"] == clean["suspects"] == []
+    assert clean["checked"]["replicas-agree"] > 10
+
+
 def test_a_gathered_weight_that_its_shards_do_not_make_is_found(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:

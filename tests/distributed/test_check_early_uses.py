@@ -15,7 +15,6 @@ from test_check import check
 FAULTS = {
     (early_uses.read, "op"): ("all_reduce[world]", "aten.mul"),
     (early_uses.written, "op"): ("all_reduce[world]", "aten.div_"),
-    (early_uses.written, "stage"): ("all_reduce[world]", None),
     (early_uses.half_of_a_buffer, "op"): ("broadcast[world]", "aten.sum"),
     (early_uses.received, "op"): ("recv[world]", "aten.neg"),
     (early_uses.forgotten, "op"): ("all_reduce[world]", "aten.sum"),
@@ -67,6 +66,26 @@ def test_a_use_that_had_luck_is_a_suspect(two_ranks: Ranks, tmp_path: Path) -> N
     assert early(wrong["suspects"])[0]["source"]["line"] == line_of(early_uses.lucky)
     assert early(right["suspects"]) == []
     assert right["checked"]["outputs-awaited"] == 2
+
+
+def test_a_write_that_only_a_version_counter_tells_is_a_suspect(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(early_uses.written, str(tmp_path / "wrong"), "stage", True)
+    two_ranks.run(early_uses.written, str(tmp_path / "right"), "stage", False)
+
+    wrong, right = check(tmp_path / "wrong"), check(tmp_path / "right")
+
+    assert wrong["broken"] == []
+    assert [(one["boundary"], one["operator"]) for one in early(wrong["suspects"])] == [
+        ("all_reduce[world]", None)
+    ]
+    assert early(right["suspects"]) == []
+
+
+def test_changes_of_shape_in_place_use_nothing(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(early_uses.reshaped, str(tmp_path / "run"), "op")
+    silent(tmp_path / "run")
 
 
 def silent(run: Path, level: str = "op") -> None:

@@ -54,6 +54,11 @@ def call(case: str, rank: int) -> None:
             sent, received = ([1, 2], [1, 3]) if rank == 0 else ([3, 4], [2, 4])
             source = ints(rank, sum(sent), 2)
             dist.all_to_all_single(source.new_empty(sum(received), 2), source, received, sent)
+        case "all_to_all_sizes_of_one_side":
+            dist.all_to_all_single(torch.empty_like(two), two, [6, 6], None)
+        case "all_to_all_sizes_on_one_rank":
+            sizes = [6, 6] if rank == 0 else None
+            dist.all_to_all_single(torch.empty_like(two), two, sizes, sizes)
         case "all_to_all":
             dist.all_to_all([torch.empty_like(one) for _ in range(size)], list(two.chunk(2)))
         case "gather":
@@ -79,8 +84,9 @@ def _sum(rows: list[Row]) -> tuple[int, int]:
 
 
 MOVES = [
-    "all_to_all_single", "all_to_all_uneven", "all_to_all", "gather", "scatter",
-    "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_functional",
+    "all_to_all_single", "all_to_all_uneven", "all_to_all_sizes_of_one_side",
+    "all_to_all_sizes_on_one_rank", "all_to_all", "gather", "scatter", "reduce_scatter",
+    "reduce_scatter_tensor", "reduce_scatter_functional",
 ]  # fmt: skip
 GATHERS = [
     "all_gather", "all_gather_into_tensor", "all_gather_in_place", "all_gather_coalesced",
@@ -156,6 +162,8 @@ def test_what_is_recorded_of_each_collective(two_ranks: Ranks) -> None:
         "all_gather_functional": ("all_gather", (1, 1, 1), (1, 1, 1)),
         "all_to_all_single": ("all_to_all", (1, 1, 1), (1, 1, 1)),
         "all_to_all_uneven": ("all_to_all", (1, 1, 1), (1, 1, 1)),
+        "all_to_all_sizes_of_one_side": ("all_to_all", (1, 1, 1), (1, 1, 1)),
+        "all_to_all_sizes_on_one_rank": ("all_to_all", (1, 1, 1), (1, 1, 1)),
         "all_to_all": ("all_to_all", (2, 2, 2), (2, 2, 2)),
         "gather": ("gather to 0", (1, 1, 2), (1, 1, 0)),
         "scatter": ("scatter from 1", (0, 0, 1), (2, 2, 1)),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from upguard_plugin.fingerprint.spots import NUM_SPOTS, read_spots
+from upguard_plugin.fingerprint.spots import NUM_SPOTS, SHORT_BYTES, read_spots
 
-NUM_BYTES = [16 * NUM_SPOTS, 8192, 100_003, 1 << 20]
+NUM_BYTES = [1, 2, 9, SHORT_BYTES - 1, SHORT_BYTES, 8192, 100_003, 1 << 20]
 
 
 def glance(data: np.ndarray) -> int:
@@ -27,6 +27,14 @@ def test_bytes_that_were_all_written_look_different(num_bytes, begin):
     data = memory[begin : begin + num_bytes]
     before = glance(data)
     data[:] ^= 1
+    assert glance(data) != before
+
+
+@pytest.mark.parametrize("place", [0, 7, 8, 500, SHORT_BYTES - 2])
+def test_of_short_runs_every_byte_is_read(place):
+    data = np.zeros(SHORT_BYTES - 1, np.uint8)
+    before = glance(data)
+    data[place] = 1
     assert glance(data) != before
 
 

@@ -133,9 +133,10 @@ class Storage:
                 return None
             if type(view) is torch.dtype:
                 spots = read_spots(self.address, self.size)
-            elif self.address:
+            else:
                 first, last = extent_of(tensor)
-                spots = read_spots(self.address + first, last - first + 1)
+                if self.address and last < self.size:  # memory may have been given back
+                    spots = read_spots(self.address + first, last - first + 1)
         return (spots, view, id(placement))
 
     def writing(self, tensor: torch.Tensor, phase: str, in_place: bool) -> None:

@@ -199,6 +199,7 @@ def _compare(
     notes += left_out_notes(facts, selection)
     unjudged = OTHER_PLACEMENTS if pair is None else NO_SKETCHES
     reasons = obstacles(baseline, target, selection, facts, unjudged)
+    reasons += [] if pair is None else pair.left_out.holes()
     origins, decide = origins_of(facts, Ask(crew.messages, crew.sightings)), cause_of
     if not origins.minimal and totals(facts)["common_boundaries"]:
         origins, decide = structures_of(facts), structure_of

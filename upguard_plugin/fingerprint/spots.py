@@ -19,6 +19,7 @@ from upguard_plugin.fingerprint.cache import compile_kernel
 from upguard_plugin.fingerprint.residues import mix, pointer
 
 NUM_SPOTS = 64
+SHORT_BYTES = 16 * NUM_SPOTS
 GOLDEN = np.uint64(keys.GOLDEN)
 
 
@@ -26,8 +27,13 @@ GOLDEN = np.uint64(keys.GOLDEN)
 def read_spots(address: int, num_bytes: int) -> int:
     """One word of each of NUM_SPOTS equal stretches, at a place of its own, and the last word.
 
-    num_bytes: at least 16 * NUM_SPOTS.
+    Of less than SHORT_BYTES every byte.
     """
+    if num_bytes < SHORT_BYTES:
+        seen = u64(0)
+        for byte in carray(pointer(u64(address), np.uint8), (num_bytes,)):
+            seen = (seen ^ u64(byte)) * GOLDEN
+        return int(seen >> u64(1))
     begin = (address + 7) & ~7
     num_words = (address + num_bytes - begin) >> 3
     words = carray(pointer(u64(begin), np.uint64), (num_words,))

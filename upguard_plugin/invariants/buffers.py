@@ -43,8 +43,9 @@ class InputsUnchanged(Invariant):
 class OutputsAwaited(Invariant):
     """Nobody reads or writes an output before its work was waited for.
 
-    Capture records such a use as it happens. Where the collective happened to be over, the values
-    are right this time: then it is a suspect.
+    Capture records such a use as it happens. It is a suspect where the collective happened to be
+    over, because the values are right this time, and where a version counter alone tells of it,
+    because a change of shape in place moves that too.
     """
 
     name = "outputs-awaited"
@@ -65,14 +66,14 @@ class OutputsAwaited(Invariant):
         was_over = values is not None and values[row] == _WAS_OVER
         output = what(replace(key, role="output"))
         if key.operator is None:
-            how = f"{output} was written while the collective was under way"
+            how = f"{output} was written, or reshaped in place, while the collective was under way"
         else:
             verb = "writes" if key.role == "output" else "reads"
             how = f"{key.operator} {verb} {output} before the program has waited for the collective"
         luck = ", which happened to be over." if was_over else "."
         use = made(self.name, step, {events.rank: row}, how + luck)
         use = replace(use, tensors=())  # what is there before the end is another thing each time
-        if was_over:
+        if was_over or key.operator is None:
             found.suspect(use)
         else:
             found.add(use)

@@ -8,7 +8,7 @@ modulo 2**64. A sum of floats keeps its sketch within rounding. Over one rank no
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import log2
+from math import log2, prod, sqrt
 
 import numpy as np
 
@@ -24,6 +24,9 @@ _TO_EACH = frozenset({"all_gather", "broadcast"})  # every member gets all of it
 _SUMS = frozenset({"all_reduce", "reduce_scatter"})
 _KEEP_ONE = frozenset({"sum", "avg", "product", "min", "max", "band", "bor", "bxor"})
 _SLACK = 10  # times the rounding that a sum over n ranks may take: eps * log2(n)
+# Around zero rounding is not relative: to the next number, or to zero where denormals are flushed.
+_NEAR_ZERO = {"float16": 2.0**-24, "float64": 2.0**-1022, "complex128": 2.0**-1022}
+_NEAR_ZERO_FLUSHED = 2.0**-126  # all others have the exponents of float32
 _MEMBER = "a member of the group was not recorded"
 _BUFFER = "a buffer of the collective was not recorded"
 
@@ -146,7 +149,9 @@ class SumsConserved(Invariant):
         else:
             total = np.sum([_sketch(part, part.outputs) for part in parts.values()], axis=0)
             outputs = dict.fromkeys(parts, total)
-        allowed = _SLACK * EPSILON[exchange.first.key.dtype] * log2(num) * size
+        dtype = exchange.first.key.dtype
+        near_zero = _NEAR_ZERO.get(dtype, _NEAR_ZERO_FLUSHED) * sqrt(_num_elements(exchange.first))
+        allowed = (_SLACK * EPSILON[dtype] * size + near_zero) * log2(num)
         apart = {rank: float(np.linalg.norm(out - given)) for rank, out in outputs.items()}
         wrong = tuple(sorted(rank for rank, far in apart.items() if not far <= allowed))
         first = exchange.first
@@ -200,6 +205,10 @@ def _sketch(part: Part, slots: Slots) -> Floats:
     assert batch.sketch is not None  # _sketch_obstacle says so
     total: Floats = batch.sketch[list(slots.values())].sum(axis=0)
     return total
+
+
+def _num_elements(part: Part) -> int:
+    return sum(prod(part.events.key(row).shape) for row in part.inputs.values())
 
 
 def _total(parts: Iterable[Part], *, inputs: bool) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,26 +12,16 @@ from torch import Tensor
 import upguard_plugin
 from tests.cases.case import Case
 from tests.cases.models import TinyGPT, batches, next_token_loss
+from tests.faulty_kernel import faulty_kernel
 
-OPERATOR = "allreduce_"
 LOST = slice(600, 700, 10)
 
 
-class LosingLibrary:
-    """Stands below torch's dispatcher: after an all-reduce some elements are zero."""
-
-    def __init__(self) -> None:
-        self._kernel = torch.library.get_kernel(f"c10d::{OPERATOR}", "CPU")
-        self._library = torch.library.Library("c10d", "IMPL")
-        self._library.impl(OPERATOR, self._call, "CPU", with_keyset=True)
-
-    def _call(self, keys: Any, tensors: list[Tensor], *args: Any) -> Any:
-        if tensors[0].numel() > LOST.stop:  # a rank that sends nothing there gets what others send
-            tensors[0][LOST] = 0
-        return self._kernel.call_boxed(keys, tensors, *args)
-
-    def close(self) -> None:
-        self._library._destroy()
+def lose(kernel: Callable[..., Any], tensors: list[Tensor], *args: Any) -> Any:
+    """After an all-reduce some elements are zero."""
+    if tensors[0].numel() > LOST.stop:  # a rank that sends nothing there gets what others send
+        tensors[0][LOST] = 0
+    return kernel(tensors, *args)
 
 
 def train(variant: str, config: Mapping[str, Any]) -> None:
@@ -44,12 +34,8 @@ def train(variant: str, config: Mapping[str, Any]) -> None:
         for tokens, labels in batches(seed=dist.get_rank(), num=1):
             next_token_loss(model(tokens), labels).backward()
             flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
-            library = LosingLibrary() if loses else None
-            try:
+            with faulty_kernel("allreduce_", lose, loses):
                 dist.all_reduce(flat, dist.ReduceOp.AVG, alone)
-            finally:
-                if library is not None:
-                    library.close()
             optimizer.step()
             guard.step()
 

@@ -83,7 +83,7 @@ def _torch_name(process_group: ProcessGroup, ranks: tuple[int, ...]) -> str:
     description = process_group.group_desc
     if description.startswith(_MESH_PREFIX):
         return description.removeprefix(_MESH_PREFIX)
-    if ranks == tuple(range(dist.get_world_size())):
+    if ranks and ranks == tuple(range(dist.get_world_size())):  # else there may be no world
         return "world"
     if description and description != "undefined":
         return description

@@ -11,9 +11,9 @@ from functools import lru_cache
 
 from upguard_plugin.records import Piece, Placement
 
-# Cells of an exchange with unequal parts are that far apart: no rank knows how much the others send
-# to each other, so the place of a cell must not depend on it.
-UNEVEN_CELL = 1 << 31
+# Cells of an exchange are that far apart: no rank knows how much the others send to each other, so
+# the place of a cell must not depend on it.
+_CELL = 1 << 31
 _KEPT = 4096
 
 
@@ -31,23 +31,21 @@ def exchange(
     num_members: int,
     *,
     sends: bool,
-    cell: int = UNEVEN_CELL,
 ) -> Placement:
     """A tensor with what `rank` sends to, or receives from, other members of an all_to_all.
 
     parts: (member, size) of the parts, in their order in the tensor.
     The logical tensor is a board of num_members * num_members cells, one per (receiver, sender).
-    With a cell as large as each part it is the outputs of all members, one after the other.
     """
     pieces: list[Piece] = []
     start = 0
     for member, size in parts:
         receiver, sender = (member, rank) if sends else (rank, member)
         if size:
-            place = (receiver * num_members + sender) * cell
+            place = (receiver * num_members + sender) * _CELL
             pieces.append(Piece((size,), start, (1,), place, (1,)))
         start += size
     side = "to" if sends else "from"
     members = ",".join(f"{member}:{size}" for member, size in parts)
     spec = f"exchange[{rank} {side} {members}]"
-    return Placement(spec, (num_members * num_members * cell,), tuple(pieces))
+    return Placement(spec, (num_members * num_members * _CELL,), tuple(pieces))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from upguard_plugin.capture.collectives.groups import Member
-from upguard_plugin.capture.collectives.pieces import UNEVEN_CELL, chunk, exchange
+from upguard_plugin.capture.collectives.pieces import chunk, exchange
 from upguard_plugin.records import Placement
 
 Tensor = torch.Tensor
@@ -214,12 +214,10 @@ def _all_to_all_single(args: Args, member: Member) -> Plan:
     def side(tensor: Tensor, splits: Sequence[int], sends: bool) -> tuple[Buffer, ...]:
         if splits:
             width = tensor.numel() // tensor.shape[0] if tensor.numel() else 0
-            sizes, cell = [rows * width for rows in splits], UNEVEN_CELL
+            sizes = [rows * width for rows in splits]
         else:
-            cell = tensor.numel() // member.size
-            sizes = [cell] * member.size
-        parts = tuple(enumerate(sizes))
-        place = exchange(parts, member.index, member.size, sends=sends, cell=cell)
+            sizes = [tensor.numel() // member.size] * member.size
+        place = exchange(tuple(enumerate(sizes)), member.index, member.size, sends=sends)
         return (Buffer("0", tensor, place),)
 
     return Plan("all_to_all", side(source, input_splits, True), side(output, output_splits, False))

@@ -41,6 +41,10 @@ _UNCOUNTED = frozenset(
 )
 # Behind these sums the backend divides as anybody would, on a thread of its own.
 _DIVIDING = frozenset(("avg", "premul_sum"))
+# Whether torch registers the works of plain collectives too, for compiled code to wait for.
+_may_be_waited_for_by_tensor = getattr(
+    torch._C._distributed_c10d, "_allow_inflight_collective_as_graph_input", bool
+)
 
 
 class CollectiveProbe:
@@ -223,7 +227,8 @@ class CollectiveProbe:
 
 def _flight_of(launch: Launch, work: Work, made: Sequence[Reserved], on_cpu: bool) -> Flight:
     """What is followed of a collective until its outputs may be used."""
-    fields, in_sight = launch.fields, launch.caller.returns_work
+    fields = launch.fields
+    in_sight = launch.caller.returns_work and not _may_be_waited_for_by_tensor()
     origin = Origin(
         launch.boundary, fields["phase"], fields["call"], fields["group"], fields["source"]
     )

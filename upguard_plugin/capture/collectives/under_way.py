@@ -5,9 +5,10 @@ Out: each output that is used too early, once, to a function that records it.
 
 There are two kinds. A work that torch.distributed has handed to the program is waited for in sight:
 until then nobody may touch its output, also where the collective happens to be over. The works of
-C++, of futures and of functional collectives are waited for out of sight: only while such a
-collective is surely under way is a use too early. Those are followed on the CPU alone, because on a
-GPU a wait orders streams and nobody can ask whether it has been.
+C++, of futures, of functional collectives, and those that torch registers for compiled code, are
+waited for out of sight: only while such a collective is surely under way is a use too early. Those
+are followed on the CPU alone, because on a GPU a wait orders streams and nobody can ask whether it
+has been.
 
 The memory of an output is told by its storage and its bytes in it: a buffer that is cut into many
 outputs may be used wherever nothing is under way.
@@ -205,6 +206,13 @@ class UnderWay:
             has_ended = flight.has_ended()
             if flight.in_sight or not has_ended:
                 self._report(output, has_ended, use)
+
+    def reshaped(self, tensor: torch.Tensor) -> None:
+        """The tensor lies otherwise in its memory now: that moves its version counter too."""
+        if self.touches(tensor):
+            with self._lock:
+                for _, output in self.outputs.get(tensor.untyped_storage()._cdata, ()):
+                    output.counted = None
 
     def clear(self) -> None:
         """Forget all."""

@@ -3,7 +3,8 @@
 In:  an operator with its arguments, while some output is under way.
 Out: what it uses of that, to whoever follows the collectives.
 
-An operator that only looks at shapes uses nothing, nor does code that may wait inside of it.
+An operator that only looks at shapes, or changes them in place, uses nothing, nor does code that
+may wait inside of it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ def look_for_use(
     under_way: UnderWay, operator: Operator, arguments: Sequence[Argument], phase: str
 ) -> None:
     """Tell of all memory that the operator is about to read or write."""
+    if operator.reshapes:
+        for argument in arguments:
+            under_way.reshaped(argument.tensor)
+        return
     if _looks_at_shapes(operator.name):
         return
     source = None
@@ -37,7 +42,7 @@ def _looks_at_shapes(name: str) -> bool:
     if namespace == "autograd":  # a Function: what it reads comes by itself
         return True
     return namespace == "aten" and (
-        short.endswith("_like") or short.startswith(("new_", "empty", "resize")) or short in _SILENT
+        short.endswith("_like") or short.startswith(("new_", "empty")) or short in _SILENT
     )
 
 

@@ -77,6 +77,7 @@ class Operator:
     looked_at: tuple[int | str, ...] | None  # arguments to follow if none is recorded; None: all
     moves: bool = False  # it puts elements elsewhere, in their order
     is_silent: bool = False  # it makes no tensor and writes none
+    reshapes: bool = False  # it writes how a tensor lies in memory, not the memory
 
     @property
     def has_effects(self) -> bool:
@@ -137,6 +138,7 @@ def _read(overload: torch._ops.OpOverload) -> Operator:
         looked_at=None if any_matters else tuple(sorted(written, key=str)),
         moves=namespace == "aten" and name in MOVES,
         is_silent=is_silent,
+        reshapes=torch.Tag.inplace_view in overload.tags,
     )
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from upguard_plugin.compare.layouts.merge import LogicalStep
 from upguard_plugin.compare.layouts.names import About, Name
 from upguard_plugin.fingerprint.sketch import EPSILON
+from upguard_plugin.placement_cover import CANNOT_MERGE
 from upguard_plugin.verdict import LeftOutBoundary, LeftOutEvents
 
 Floats = npt.NDArray[np.float64]
@@ -100,6 +101,14 @@ class LeftOut:
         for (reason, *boundary), distance in zip(pairs.places, distances, strict=True):
             known = self.boundaries[reason]
             known[boundary[0], boundary[1]] = np.fmax(known[boundary[0], boundary[1]], distance)
+
+    def holes(self) -> list[str]:
+        """What a run's own record lacks or has twice: no layout explains it."""
+        found = [reason for reason in self.counts if reason.startswith(CANNOT_MERGE)]
+        if not found:
+            return []
+        count = sum(self.counts[reason] for reason in found)
+        return [f"{count} {'event' if count == 1 else 'events'} not comparable: {found[0]}"]
 
     def notes(self) -> list[str]:
         """One sentence per reason, with the first boundaries it concerns."""
