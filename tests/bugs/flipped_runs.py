@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from tests.bugs.faults import CorruptedCalls, Corruption
 from tests.bugs.training import compare, record
 from upguard_plugin.records import EventKey
+from upguard_plugin.trace.batch import NONE
 from upguard_plugin.trace.reader import open_trace
 
 PHASES = (("forward", "loss"), ("backward",), ("optimizer",))
 TRAINING = frozenset(phase for phases in PHASES for phase in phases)
-FIELDS = ("step", "phase", "boundary", "operator", "call", "role", "slot", "moment")
+FIELDS = ("step", "microbatch", "phase", "boundary", "operator", "call", "role", "slot", "moment")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Result:
     """A tensor that an operator returned or wrote, as the trace has it."""
 
     step: int
+    microbatch: int | None
     key: EventKey
     call: int
     nth: int  # of the operator's calls in the run
@@ -39,8 +41,8 @@ class Result:
     @property
     def place(self) -> dict[str, Any]:
         """What the verdict must say of it."""
-        own = {"step": self.step, "call": self.call}
-        return {field: own.get(field, getattr(self.key, field, None)) for field in FIELDS}
+        own = {"step": self.step, "microbatch": self.microbatch, "call": self.call}
+        return {field: own[field] if field in own else getattr(self.key, field) for field in FIELDS}
 
 
 def results_of(run: Path, phases: frozenset[str] = TRAINING) -> list[Result]:
@@ -60,7 +62,9 @@ def results_of(run: Path, phases: frozenset[str] = TRAINING) -> list[Result]:
                 calls[current] += 1
             slots.add(key.slot)
             if key.phase in phases:
-                found.append(Result(entry.step, key, int(batch.call[row]), calls[current] - 1))
+                microbatch = None if batch.microbatch[row] == NONE else int(batch.microbatch[row])
+                nth = calls[current] - 1
+                found.append(Result(entry.step, microbatch, key, int(batch.call[row]), nth))
     return found
 
 

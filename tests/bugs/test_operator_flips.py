@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.bugs.faults import CorruptedCalls
 from tests.bugs.flipped_runs import (
@@ -109,6 +110,24 @@ def test_50_identical_pairs_are_identical(tmp_path):
         assert compare(before, again)["verdict"] == "identical", number
         shutil.rmtree(before)
         before = again
+
+
+def weights_after(output: Path, **config: Any) -> list[bytes]:
+    kept: list[bytes] = []
+
+    def keep(model: nn.Module, optimizer: object, step: int) -> None:
+        if step == NUM_STEPS - 1:
+            kept.extend(p.detach().numpy().tobytes() for p in model.parameters())
+
+    record(output, level="op", config=config, after_update=keep)
+    return kept
+
+
+def test_the_weights_keep_their_bits(tmp_path):
+    plain = weights_after(tmp_path / "off", enabled=False)
+    assert not (tmp_path / "off").exists()
+    assert weights_after(tmp_path / "whole") == plain
+    assert weights_after(tmp_path / "outputs", roles="output") == plain
 
 
 # Runs of independent steps, with a corruption in each step
