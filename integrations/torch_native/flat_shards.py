@@ -54,6 +54,8 @@ def _parts(
     if module is None:
         return
     for model in models if isinstance(models, (list, tuple)) else [models]:
+        if not isinstance(model, nn.Module):
+            continue  # to be refused by whoever enables
         for wrapper in module.FullyShardedDataParallel.fsdp_modules(model):
             handle = getattr(wrapper, "_handle", None)
             if handle is None or not handle.uses_sharded_strategy:
