@@ -117,6 +117,10 @@ class Reached(Model):
     slot: str
     call: int
     distance: Distance | None = Field(description="null: no sketches were recorded")
+    inputs_equal: bool = Field(
+        default=False,
+        description="an operator of torch's whose inputs are all equal: perhaps another origin",
+    )
 
 
 class Spread(Model):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.capture.operator_run import calls_of, events_of, train
+from upguard_plugin.fingerprint.queue import FingerprintQueue
 from upguard_plugin.trace.reader import open_trace
 
 
@@ -95,3 +96,29 @@ def test_with_outputs_alone_the_outputs_are_those_of_a_full_recording(tmp_path):
     full, alone = ([e for e in events_of(run, 1) if e.role == "output"] for run in runs)
     assert [(e.operator, e.slot, e.h) for e in alone] == [(e.operator, e.slot, e.h) for e in full]
     assert not {"aten._unsafe_view", "aten.unsafe_split"} & {e.operator for e in full}
+
+
+def test_nothing_is_hashed_outside_the_selection(tmp_path, monkeypatch):
+    hashed = []
+    take = FingerprintQueue.take
+
+    def counting(queue):
+        hashes = take(queue)
+        hashed.append(len(hashes.h))
+        return hashes
+
+    def run(name, **settings):
+        """How many hashes were taken in three steps, and how many events each has."""
+        hashed.clear()
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        trace = open_trace(train(tmp_path / name, model, steps=3, **settings))
+        return sum(hashed), [len(trace.read(0, entry.step)) for entry in trace.steps(0)]
+
+    monkeypatch.setattr(FingerprintQueue, "take", counting)
+    _, whole = run("all")
+    of_step, events = run("step", steps_recorded="1")
+    assert events == [whole[1]]
+    assert of_step <= whole[1]
+    for name, settings in {"module": {"modules": "1"}, "phase": {"phases": ["backward"]}}.items():
+        taken, events = run(name, **settings)
+        assert taken <= sum(events) < sum(whole) / 2

@@ -133,3 +133,34 @@ def test_what_was_only_multiplied_has_a_factor():
     assert found["a'"].explanation.startswith(
         "The output out of loss is 2 times the baseline's although"
     )
+
+
+BRANCHES = """
+forward 0 input  left/args.0  x   aten.mm
+forward 0 output left/out     {a} aten.mm
+forward 0 input  right/args.0 x   aten.sin
+forward 0 output right/out    {b} aten.sin
+forward 0 input  sum/args.0   {a} aten.add
+forward 0 input  sum/args.1   {b} aten.add
+forward 0 output sum/out      {c} aten.add
+forward 0 input  list/args.0  x   aten._foreach_mul
+forward 0 output list/out     {d} aten._foreach_mul
+"""
+
+
+def test_an_operator_behind_the_first_that_takes_equal_values_may_be_another_origin():
+    runs = [
+        MemoryRun({0: [batch(0, events(BRANCHES.format(a=a, b=b, c=c, d=d)))]}, name)
+        for name, (a, b, c, d) in (("baseline", "abcd"), ("target", "ABCD"))
+    ]
+
+    verdict = compare_runs(*runs)
+
+    (spread,) = verdict.spread
+    assert [(link.boundary, link.inputs_equal) for link in spread.boundaries] == [
+        ("left", True), ("right", True), ("sum", False), ("list", False),
+    ]  # fmt: skip
+    assert (
+        "right output out (forward, micro-batch 0): its inputs are equal, it may be another origin"
+        in verdict_text(verdict)
+    )

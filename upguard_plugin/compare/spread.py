@@ -91,10 +91,24 @@ def _first(pairing: Pairing, first: Finding) -> Reached:
 
 def _reached(pairing: Pairing, row_b: int, row_t: int) -> Reached:
     distance = distance_between(pairing, row_b, row_t)
-    return _link(pairing.baseline.batch, row_b, distance)
+    return _link(pairing.baseline.batch, row_b, distance, _takes_equal(pairing, row_b))
 
 
-def _link(batch: EventBatch, row: int, distance: Distance | None) -> Reached:
+def _takes_equal(pairing: Pairing, row: int) -> bool:
+    """Whether an operator takes equal tensors, all of which were recorded under its call."""
+    key = pairing.baseline.batch.key_of(row)
+    operator = key.operator or ""
+    takes_lists = operator.startswith(("aten._foreach_", "aten._fused_"))
+    if key.role != "output" or not operator.startswith("aten.") or takes_lists:
+        return False  # code of others may use what it was not given, a list belongs to many
+    inputs = [pairing.of_call(row, role) for role in ("input", "rng")]
+    unequal = pairing.differs | pairing.rounds
+    return len(inputs[0]) > 0 and not any(unequal[pairs].any() for pairs in inputs)
+
+
+def _link(
+    batch: EventBatch, row: int, distance: Distance | None, takes_equal: bool = False
+) -> Reached:
     key, microbatch = batch.key_of(row), int(batch.microbatch[row])
     return Reached(
         microbatch=None if microbatch < 0 else microbatch,
@@ -105,4 +119,5 @@ def _link(batch: EventBatch, row: int, distance: Distance | None) -> Reached:
         slot=key.slot,
         call=int(batch.call[row]),
         distance=distance,
+        inputs_equal=takes_equal,
     )

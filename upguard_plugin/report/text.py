@@ -93,7 +93,11 @@ def _spread_rows(verdict: Verdict, verbose: bool) -> list[tuple[str, str]]:
     """How it spread: on the first rank, or on all. The first link is the divergence itself."""
     rows = []
     for spread in verdict.spread if verbose else verdict.spread[:1]:
-        links = spread.boundaries[1:] if verbose else spread.boundaries[1 : 1 + MAX_LINKS]
+        links = [
+            link
+            for place, link in enumerate(spread.boundaries[1:])
+            if verbose or place < MAX_LINKS or link.inputs_equal
+        ]
         name = "spread" if not verbose or len(verdict.spread) == 1 else f"rank {spread.rank}"
         rows += [(name if place == 0 else "", _link(link)) for place, link in enumerate(links)]
     return rows
@@ -103,7 +107,9 @@ def _link(link: Reached) -> str:
     microbatch = "" if link.microbatch is None else f", micro-batch {link.microbatch}"
     call = f", call {link.call}" if link.call else ""
     name = f"{link.boundary} {link.role} {link.slot}{call} ({link.phase}{microbatch})"
-    return name if link.distance is None else f"{name}: {_distance(link.distance)}"
+    told = [] if link.distance is None else [_distance(link.distance)]
+    told += ["its inputs are equal, it may be another origin"] if link.inputs_equal else []
+    return f"{name}: {'; '.join(told)}" if told else name
 
 
 _INPUTS = {
