@@ -21,6 +21,7 @@ from upguard_plugin.capture.probe import Probe
 from upguard_plugin.capture.run import find_rank
 from upguard_plugin.config import UpGuardConfig
 from upguard_plugin.integrations.torch_native.checkpoints import DistributedCheckpoints
+from upguard_plugin.integrations.torch_native.flat_shards import FlatShards, is_flat_sharded
 from upguard_plugin.integrations.torch_native.reducer import ReducerBuckets
 from upguard_plugin.integrations.torch_native.uneven import UnevenInputs
 from upguard_plugin.integrations.torch_native.zero_redundancy import (
@@ -50,10 +51,14 @@ def enable(
     Raises ConfigError for a wrong setting and RunDirectoryError for a directory that cannot be
     used. Returns a guard that does nothing where recording is off for this rank.
     """
-    divided = _divided(optimizer)
-    if divided is not None and not isinstance(placements, Placements):
+    divided, is_cut = _divided(optimizer), is_flat_sharded(model)
+    if (divided is not None or is_cut) and not isinstance(placements, Placements):
         layout = layout_of(layout, *find_rank())
-        placements = DividedPlacements(placements, layout, divided)
+        placements = (
+            FlatShards(placements, layout, model)
+            if is_cut
+            else DividedPlacements(placements, layout, divided)
+        )
     guard = core.enable(
         model, optimizer, config, layout=layout, placements=placements, tied=tied, rename=rename
     )

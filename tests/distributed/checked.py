@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import upguard_plugin
@@ -37,6 +37,10 @@ def wrapped(kind: str) -> tuple[nn.Module, Mapping[str, Any]]:
     if kind == "ddp":
         return DistributedDataParallel(model, bucket_cap_mb=0.005), {"dp": dist.get_world_size()}
     model[1] = nn.LayerNorm(32)  # FSDP does not take buffers apart
+    if kind.startswith("fsdp1"):
+        cpu = {"device_id": torch.device("cpu"), "use_orig_params": kind != "fsdp1 flat"}
+        model[0] = FullyShardedDataParallel(model[0], **cpu)
+        return FullyShardedDataParallel(model, **cpu), {"dp": dist.get_world_size()}
     mesh = None
     if kind == "fsdp named":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -163,7 +167,7 @@ def recording(
 
 def spoil_weight(module: nn.Module, args: Any) -> None:
     """Behind the back of all that gathers it."""
-    flip_a_bit(module.weight.detach())
+    flip_a_bit(module.weight.data)
 
 
 def flip_a_bit(tensor: Tensor) -> None:

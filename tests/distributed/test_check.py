@@ -25,7 +25,7 @@ def check(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("level", ["stage", "module", "op"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp named"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp named", "fsdp1", "fsdp1 flat"])
 def test_nothing_is_broken_in_a_clean_run(
     two_ranks: Ranks, tmp_path: Path, kind: str, level: str
 ) -> None:
@@ -34,6 +34,8 @@ def test_nothing_is_broken_in_a_clean_run(
     assert report["broken"] == []
     assert report["suspects"] == []
     assert report["checked"]["collectives-match"] > 0
+    if kind == "fsdp1 flat" and level != "stage":
+        assert report["checked"]["gathered-as-kept"] == 2 * 2 * checked.STEPS
 
 
 def fields(broken: dict[str, Any]) -> tuple[Any, ...]:
@@ -105,16 +107,20 @@ def test_a_rank_without_inputs_goes_through_the_steps_of_the_others(
     assert clean["checked"]["replicas-agree"] > 10
 
 
+# On the rank that keeps all of a parameter of FSDP1 its use looks like the part.
+@pytest.mark.parametrize(("kind", "uses"), [("fsdp", 6 * 2), ("fsdp1", 6 * 2 - 4)])
 def test_a_gathered_weight_that_its_shards_do_not_make_is_found(
-    two_ranks: Ranks, tmp_path: Path
+    two_ranks: Ranks, tmp_path: Path, kind: str, uses: int
 ) -> None:
-    two_ranks.run(checked.train, "fsdp", str(tmp_path / "wrong"), "module", "gathered")
-    two_ranks.run(checked.train, "fsdp", str(tmp_path / "right"), "module")
+    two_ranks.run(checked.train, kind, str(tmp_path / "wrong"), "module", "gathered")
+    two_ranks.run(checked.train, kind, str(tmp_path / "right"), "module")
 
-    first, clean = check(tmp_path / "wrong")["broken"][0], check(tmp_path / "right")
+    broken = {one["invariant"]: one for one in check(tmp_path / "wrong")["broken"]}
+    clean = check(tmp_path / "right")
 
-    assert fields(first) == ("gathered-as-kept", 0, "forward", "3.weight", "param", [1])
-    assert clean["broken"] == [] and clean["checked"]["gathered-as-kept"] == 6 * 2 * checked.STEPS
+    place = (0, "forward", "3.weight", "param", [1])
+    assert fields(broken["gathered-as-kept"])[1:] == place
+    assert clean["broken"] == [] and clean["checked"]["gathered-as-kept"] == uses * checked.STEPS
 
 
 @pytest.mark.parametrize("in_background", [False, True])

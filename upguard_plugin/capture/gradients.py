@@ -38,6 +38,7 @@ class GradientProbe:
         self._guard = guard
         # At level stage gradients are seen in the collectives that sum them, and nowhere else.
         self._is_off = guard.config.level == "stage"
+        self._is_wanted = any(map(guard.recorder.wants, ("grad", "main_grad")))
         self._hooks: dict[int, tuple[weakref.ref[Tensor], list[RemovableHandle]]] = {}
         self._step = -1
         self._accumulated: set[str] = set()  # parameters, in this step
@@ -50,7 +51,8 @@ class GradientProbe:
 
     def watch(self, parameters: Iterable[NamedParameter]) -> None:
         """Attach to trainable parameters that are not watched yet; forget those that are gone."""
-        if self._is_off:
+        # Of several ranks, gradients are named for the buffers that reduce them.
+        if self._is_off or not (self._is_wanted or _is_distributed()):
             return
         for key in [key for key, (ref, _) in self._hooks.items() if ref() is None]:
             del self._hooks[key]

@@ -4,8 +4,9 @@ In:  the rows that order and names have paired, event by event.
 Out: the same, but that a call which the other run has too, with the same inputs and the same
      results, pairs with it: two calls of one name that changed places are no difference.
 
-Only calls whose inputs were recorded: of results alone nobody can say whether two operators changed
-places or their values did. A call that one run makes more often than the other is left as it is.
+Only calls whose inputs were recorded, or that need none to leave zeros: of other results alone
+nobody can say whether two operators changed places or their values did. A call that one run makes
+more often than the other is left as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from upguard_plugin.compare.keys import ROLE_NUMBER, called
 from upguard_plugin.compare.sides import Bools, Ints, Side, Words, rows_without
 
+_ZEROING = frozenset({"aten.zero_", "aten._foreach_zero_"})
 # Odd numbers, to tell apart what is added up.
 _MIX = [np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xBF58476D1CE4E5B9)]
 _MOST = 1 << 20  # micro-batches, and calls of one operator in one of them: more than a step has
@@ -25,7 +27,10 @@ _MOST = 1 << 20  # micro-batches, and calls of one operator in one of them: more
 
 def pair_calls(baseline: Side, target: Side, rows_b: Ints, rows_t: Ints) -> tuple[Ints, Ints]:
     """Pairs of rows in, pairs of rows out, in the baseline's order."""
-    equal = baseline.hint()[rows_b] == target.hint()[rows_t]
+    forms_b, forms_t = (
+        side.columns.form[side.key[rows]] for side, rows in ((baseline, rows_b), (target, rows_t))
+    )
+    equal = (baseline.hint()[rows_b] == target.hint()[rows_t]) & (forms_b == forms_t)
     open_b = rows_without(rows_b[equal], len(baseline.batch))
     if not _are_calls(baseline)[open_b].any():
         return rows_b, rows_t
@@ -86,7 +91,8 @@ class _Calls:
             columns.form[key],
             columns.identity[key] * _MOST + batch.microbatch[rows] + 1,
         )
-        inputs = np.add.reduceat(columns.role[key] == ROLE_NUMBER["input"], start)
+        zeroes = np.array([one.operator in _ZEROING for one in columns.keys], np.bool_)[key]
+        tells = zeroes | (columns.role[key] == ROLE_NUMBER["input"])
         calls = cls(
             rows,
             start,
@@ -94,7 +100,7 @@ class _Calls:
             np.minimum.reduceat(rows, start),
             np.add.reduceat(looks, start),
         )
-        return calls.take(np.flatnonzero(inputs > 0))
+        return calls.take(np.flatnonzero(np.add.reduceat(tells, start) > 0))
 
     def take(self, calls: Ints) -> _Calls:
         """These calls, in this order."""
