@@ -58,7 +58,7 @@ def test_the_table_of_storages_forgets_those_that_are_gone() -> None:
 
 STATM = Path("/proc/self/statm")
 WARM, NUM_STEPS = 20, 100
-AROUND = 5  # the least of so many steps: the step before may still be on its way to the file
+MB = 1024**2
 
 
 @dataclass
@@ -75,8 +75,11 @@ class Held:
         return cls(tracemalloc.get_traced_memory()[0], pages * os.sysconf("SC_PAGE_SIZE"))
 
 
-def growth(output: Path, config: dict[str, Any], **model_options: int) -> Held:
-    """What 100 steps of the GPT at level `op` add to what the process holds."""
+def growth(output: Path, config: dict[str, Any], around: int, **model_options: int) -> Held:
+    """What 100 steps of the GPT at level `op` add to what the process holds.
+
+    Of `around` steps the least counts: the step before may still be on its way to the file.
+    """
     torch.manual_seed(0)
     model = GPT(**model_options)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -85,17 +88,17 @@ def growth(output: Path, config: dict[str, Any], **model_options: int) -> Held:
     tracemalloc.start()
     try:
         with upguard_plugin.enable(model, optimizer, settings) as guard:
-            for step in range(WARM + NUM_STEPS + AROUND):
+            for step in range(WARM + NUM_STEPS + around):
                 text = torch.randint(0, model.vocabulary, (4, model.length + 1))
                 optimizer.zero_grad()
                 model.loss(text[:, :-1], text[:, 1:]).backward()
                 optimizer.step()
                 guard.step()
-                if step % NUM_STEPS in range(WARM, WARM + AROUND):
+                if step % NUM_STEPS in range(WARM, WARM + around):
                     seen.append(Held.now())
     finally:
         tracemalloc.stop()
-    before, after = seen[:AROUND], seen[-AROUND:]
+    before, after = seen[:around], seen[-around:]
     assert len(before) + len(after) == len(seen)
     return Held(
         min(held.python for held in after) - min(held.python for held in before),
@@ -103,20 +106,24 @@ def growth(output: Path, config: dict[str, Any], **model_options: int) -> Held:
     )
 
 
-def assert_flat(grown: Held) -> None:
+def assert_flat(grown: Held, movement: int) -> None:
     # A step has 300 events or more. Some 30 KB come in the first hundred steps: objects for
     # tensors that are hashed again now and then. Later nothing comes.
     assert grown.python < 64 * 1024
-    # What the allocator keeps moves by a few hundred KB. One step's tensors are more than that.
-    assert grown.resident < 4 * 1024**2
+    assert grown.resident < movement
 
 
 def test_100_steps_add_nothing_to_the_memory(tmp_path: Path) -> None:
     sizes = {"num_layers": 1, "width": 32, "num_heads": 2, "vocabulary": 64, "length": 16}
-    assert_flat(growth(tmp_path / "run", {}, **sizes))
+    grown = growth(tmp_path / "run", {}, around=5, **sizes)
+    # What the allocator keeps moves by a few hundred KB, and a step's tensors are more than that.
+    assert_flat(grown, 4 * MB)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("config", [{}, {"roles": "output"}])
 def test_100_steps_of_the_whole_gpt_add_nothing_to_the_memory(tmp_path: Path, config: Any) -> None:
-    assert_flat(growth(tmp_path / "run", config))
+    grown = growth(tmp_path / "run", config, around=20)
+    # The allocator moves by 15 MB from step to step, without capture too; what a forward makes is
+    # more than 40 MB.
+    assert_flat(grown, 16 * MB)
