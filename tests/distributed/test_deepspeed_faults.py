@@ -21,7 +21,11 @@ SMALL_BUCKETS = {"reduce_bucket_size": 28, "overlap_comm": True}
 FAULTS = {
     faults.bucket_overwritten_before_its_reduction: (
         Training(2, zero=SMALL_BUCKETS),
-        "1 - grad_sync all_reduce bucket of 3.weight..3.bias input collective 1",
+        # In which order they fill the bucket is the autograd engine's.
+        (
+            "1 - grad_sync all_reduce bucket of 3.weight..3.bias input collective 1",
+            "1 - grad_sync all_reduce bucket of 3.bias..3.weight input collective 1",
+        ),
     ),
     faults.bucket_overwritten_after_its_reduction: (
         Training(2, zero=SMALL_BUCKETS),
@@ -106,7 +110,9 @@ def test_a_planted_fault_is_named_and_its_clean_twin_is_silent(deepspeed_ranks, 
     assert verdict(tmp_path / "baseline", tmp_path / "clean").verdict == "identical"
     found = verdict(tmp_path / "baseline", tmp_path / "faulty")
     assert found.first_divergence is not None, found.notes
-    assert answer(found.first_divergence) == expected
+    assert answer(found.first_divergence) in (
+        (expected,) if isinstance(expected, str) else expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +134,9 @@ def test_a_fault_planted_in_a_pipeline_is_named(deepspeed_ranks, tmp_path, fault
     record_pipeline(deepspeed_ranks, tmp_path / "faulty", fault, "faulty")
 
     found = verdict(tmp_path / "baseline", tmp_path / "faulty")
-    assert answer(found.first_divergence) == expected
+    assert answer(found.first_divergence) in (
+        (expected,) if isinstance(expected, str) else expected
+    )
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from upguard_plugin.capture.blank_bytes import BlankBytes
 from upguard_plugin.capture.extents import Extent, extent_of, is_tracked, look, storage_data_ptr
 from upguard_plugin.fingerprint.parts import PLAIN_TYPES
 from upguard_plugin.fingerprint.spots import read_spots
@@ -39,7 +40,7 @@ class Held:
 
 
 @dataclass(slots=True, eq=False)
-class Storage:
+class Storage(BlankBytes):
     """What is known of one storage since its last write.
 
     Made for nearly every operator: what there is mostly one of is held without a table.
@@ -62,10 +63,6 @@ class Storage:
     _last: int = NONE
     _writer: int = NONE
     _writers: dict[Extent, int] | None = None  # all of them, once there is another
-    _blank: Sequence[Extent] = ()  # bytes that nobody has written yet
-    _filled: int = 0  # bytes that strided writes put among the blank ones
-    _told: Sequence[Extent] = ()  # bytes that are blank whatever is forgotten
-    pads: bool = False  # the blank bytes lie among others: what is made of them is blank as well
     holds: Sequence[Held] = ()  # whose elements its bytes are; kept by contents.py
 
     # Held by the class: when Python ends, modules are emptied before the last entry goes.
@@ -191,27 +188,6 @@ class Storage:
         self._blank, self._filled = ((0, self.size - 1),), 0
         self._told, self.pads = (), False
 
-    @property
-    def blank_extents(self) -> Sequence[Extent]:
-        """Bytes that hold no value."""
-        return self._blank
-
-    @property
-    def knows_blank(self) -> bool:
-        """Whether the blank extents are so to the byte: no write had gaps among them."""
-        return not self._filled
-
-    def blank(self, extent: Extent) -> None:
-        """These bytes, too, are whatever memory held before."""
-        if extent not in self._blank:
-            self._blank = (*self._blank, extent)
-
-    def keep_blank(self, extents: Sequence[Extent]) -> None:
-        """These bytes are blank until they are seen to be written, and again when told again."""
-        self._told = extents
-        for extent in extents:
-            self.blank(extent)
-
     def forget_held(self, tensor: torch.Tensor) -> None:
         """What the bytes that the tensor reaches were is not known any more."""
         if not self.holds:
@@ -231,39 +207,12 @@ class Storage:
         if self.size > old_bytes:
             self._blank = (*self._blank, (old_bytes, self.size - 1))
 
-    def has_value(self, tensor: torch.Tensor) -> bool:
-        """Whether all bytes that the tensor reaches were written by somebody."""
-        if not self._blank:
-            return True
-        first, last = extent_of(tensor)
-        return not any(low <= last and first <= high for low, high in self._blank)
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        """The tensor was written: its bytes are blank no more."""
-        if not self._blank:
-            return
-        first, last = extent_of(tensor)
-        if last - first + 1 > tensor.nbytes:  # with gaps, which other writes may fill
-            self._filled += tensor.nbytes
-            if self._filled >= sum(high - low + 1 for low, high in self._blank):
-                self.forget_blank()
-            return
-        left: list[Extent] = []
-        for low, high in self._blank:
-            left += [] if first <= low else [(low, min(high, first - 1))]
-            left += [] if high <= last else [(max(low, last + 1), high)]
-        self._blank, self.pads = left, bool(left)
-
     def lose_sight(self, for_good: bool) -> None:
         """Something that the dispatcher does not show may write it from now on."""
         self.forget()
         self.forget_blank()
         self.in_sight = False
         self.exposed |= for_good
-
-    def forget_blank(self) -> None:
-        """Take all bytes for written: by something that did not say which."""
-        self._blank, self._filled, self.pads = self._told, 0, bool(self._told)
 
 
 class Storages:
