@@ -199,7 +199,7 @@ class OperatorCalls:
             for argument in arguments:
                 if argument.storage is not None:
                     argument.storage.forget()
-        known = [argument.storage for argument in arguments if argument.storage is not None]
+        known = [one.storage for one in arguments if one.storage is not None] if arguments else ()
         for returned in tensors_returned(result):
             if operator.written and any(a.tensor is returned.tensor for a in arguments):
                 continue  # its version counter has not moved yet: it must not be looked up now

@@ -72,7 +72,7 @@ class Locator:
         for argument in arguments:
             if argument.element != NONE:
                 elements.setdefault(argument.element, []).append(argument.tensor)
-        return tuple(self._owners.of(*elements[i]) or OUTSIDE for i in sorted(elements))
+        return tuple(self._owners.of(elements[i]) or OUTSIDE for i in sorted(elements))
 
     def forget(self) -> None:
         """To be called when a step is over."""
@@ -106,7 +106,7 @@ class Locator:
         source = self._sources.nearest(depth=6)
         # An update goes from parameter to parameter; a norm is of all of them.
         owner_of = self._owners.of if phase == "optimizer" else self._owners.find
-        owner = owner_of(*args, *kwargs.values())
+        owner = owner_of((*args, *kwargs.values()) if kwargs else args)
         place = self._nodes.place(owner, self._position.microbatch, source)
         if torch.is_grad_enabled():
             self._nodes.note(place)

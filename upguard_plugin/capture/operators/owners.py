@@ -23,52 +23,58 @@ class Owners:
     def __init__(self, names: ParameterNames, optimizers: Iterable[Any]) -> None:
         self._names = names
         self._optimizers = tuple(optimizers)
-        self._by_address: dict[int, str] | None = None
+        self._by_address: dict[int, str] = {}
         self._held: list[StorageWeakRef] = []  # while it is, an address is nobody else's
-        self._num_states = 0
+        self._num_states = NONE  # when they were read; NONE: not in this step
         self._last = ""
 
-    def of(self, *values: Any) -> str:
+    def of(self, values: Iterable[Any]) -> str:
         """The owner of the first tensor that has one; else that of the operator before.
 
         values: an operator's arguments; tensors are found in lists too.
         """
-        owner = self.find(*values)
-        if not owner and self._num_states != self._count_states():  # those of a first step
-            self._by_address = None
-            owner = self.find(*values)
-        self._last = owner or self._last
+        self._last = self.find(values) or self._last
         return self._last
 
-    def find(self, *values: Any) -> str:
+    def find(self, values: Iterable[Any]) -> str:
         """As `of`; empty where no tensor has an owner."""
-        if self._by_address is None:
-            self._num_states = self._count_states()
-            owned = list(self._owned())
-            self._held = [StorageWeakRef(tensor.untyped_storage()) for tensor, _ in owned]
-            self._by_address = {identity_of(tensor): name for tensor, name in owned}
-        return self._first(self._by_address, values) or ""
+        owner = self._first(values)
+        if not owner and self._num_states != self._count_states():  # a first step makes them
+            self._read()
+            owner = self._first(values)
+        return owner
 
-    def _count_states(self) -> int:
-        return sum(len(getattr(optimizer, "state", ())) for optimizer in self._optimizers)
+    def forget(self) -> None:
+        """To be called when the step ends."""
+        self._by_address.clear()
+        self._held.clear()
+        self._num_states = NONE
+        self._last = ""
 
-    def _first(self, owners: dict[int, str], values: Iterable[Any]) -> str | None:
+    def _first(self, values: Iterable[Any]) -> str:
+        owners = self._by_address
         for value in values:
             if isinstance(value, torch.Tensor):
                 owner = owners.get(identity_of(value))
             elif isinstance(value, (list, tuple)):
-                owner = self._first(owners, value)
+                owner = self._first(value)
             else:
                 continue
-            if owner is not None:
+            if owner:
                 return owner
-        return None
+        return ""
 
-    def forget(self) -> None:
-        """To be called when the step ends."""
-        self._by_address = None
-        self._held.clear()
-        self._last = ""
+    def _count_states(self) -> int:
+        count = 0
+        for optimizer in self._optimizers:
+            count += len(getattr(optimizer, "state", ()))
+        return count
+
+    def _read(self) -> None:
+        self._num_states = self._count_states()
+        owned = list(self._owned())
+        self._held = [StorageWeakRef(tensor.untyped_storage()) for tensor, _ in owned]
+        self._by_address = {identity_of(tensor): name for tensor, name in owned}
 
     def _owned(self) -> Iterable[tuple[torch.Tensor, str]]:
         for name, parameter in self._names.parameters.items():
