@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -205,10 +205,16 @@ class Works:
     def _get_future(self, original: Callable[..., Any], work: Work) -> Any:
         future = original(work)
         self._under_way.hide(work)
-        under_way = any(pending.future for pending in self._pending.get(id(work), ()))
+        with self._lock:
+            known = [*self._pending.get(id(work), ()), *self._finishing]
+            under_way = any(one.work is work and one.future is not None for one in known)
         # Those who wait for a future are woken before its callbacks run; those who wait for the
         # next link are behind us.
-        return future.then(_value) if under_way else future
+        return future.then(partial(self._value_behind_us, work)) if under_way else future
+
+    def _value_behind_us(self, work: Work, future: torch.futures.Future) -> Any:
+        self.catch_up(work)  # where the future was over already, its callbacks may still run
+        return future.value()
 
     def _get_future_result(self, original: Callable[..., Any], work: Work) -> Any:
         self._under_way.hide(work)
@@ -240,10 +246,6 @@ class Works:
             for pending in coalesced:
                 pending.finish(pending.work, True)
         return work
-
-
-def _value(future: torch.futures.Future) -> Any:
-    return future.value()
 
 
 def _future_of(work: Work) -> Any:
