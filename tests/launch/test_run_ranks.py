@@ -14,7 +14,7 @@ import pytest
 
 from upguard_plugin.trace.reader import open_trace
 
-# A data-parallel loop as people write it. `die RANK` ends one rank in the middle of its eighth step.
+# A data-parallel loop as people write it. `die RANK` ends one rank in the middle of step 7.
 TRAIN = r"""
 import os, sys
 import torch
