@@ -78,7 +78,7 @@ def test_an_event_that_names_no_kept_tensor_is_refused_with_those_that_there_are
         "  steps  1",
         "  names  blocks.0.mlp.fc1, blocks.0.mlp.fc1.bias, blocks.0.mlp.fc1.weight "
         "(of step 1, rank 0)",
-        "  try    name one of these: --event 'step 1 NAME output'",
+        "  try    name one of these: --event 'step 1 blocks.0.mlp.fc1'",
     ]
     assert refused("--diff", *runs, "--steps", "0", "--format", "json") == lines
     assert not report.exists()

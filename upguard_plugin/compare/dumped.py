@@ -116,14 +116,14 @@ def _nothing(baseline: Run, target: Run) -> UsageError:
             remedy="record both with the same dump",
         )
     rank, step = min(both)
-    ours, theirs = _boundaries(baseline, rank, step), _boundaries(target, rank, step)
+    names = _boundaries(baseline, rank, step) & _boundaries(target, rank, step)
     return UsageError(
         "no event that was chosen has its whole tensor in both runs",
         evidence={
             "steps": _listed(step for _, step in both),
-            "names": f"{_listed(ours & theirs)} (of step {step}, rank {rank})",
+            "names": f"{_listed(names)} (of step {step}, rank {rank})",
         },
-        remedy="name one of these: --event 'step 1 NAME output'",
+        remedy=f"name one of these: --event 'step {step} {min(names, default='NAME')}'",
     )
 
 
