@@ -70,6 +70,27 @@ def test_a_compiled_submodule_keeps_its_boundary_and_hides_its_inside(tmp_path):
         ]
 
 
+def test_a_hook_that_the_program_adds_later_stands_beside_ours(tmp_path):
+    """Also where the last module takes no hooks, because it is compiled in place."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].compile(backend="eager")
+    seen = []
+
+    def step(guard):
+        handle = model[0].register_forward_pre_hook(lambda module, args: seen.append("before"))
+        other = model[0].register_forward_hook(lambda module, args, output: seen.append("after"))
+        model(torch.ones(1, 4)).sum().backward()
+        handle.remove()
+        other.remove()
+
+    run = recorded_modules(tmp_path / "run", model, step, steps=2)
+
+    assert seen == ["before", "after"] * 2
+    for step_ in (0, 1):
+        roles = [e.role for e in run.find(boundary="0", step=step_)]
+        assert roles == ["input", "output", "grad_output"]
+
+
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

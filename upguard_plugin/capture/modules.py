@@ -67,11 +67,13 @@ class ModuleProbe:
         boundaries, notes = find_boundaries(self._guard.names, self._guard.config)
         for sentence in notes:
             self.recorder.note(sentence)
-        number = RemovableHandle.next_id
+        number = free = RemovableHandle.next_id
         for module, boundary in boundaries:
             # The same on all modules: the compiler takes modules that differ in it for different.
             RemovableHandle.next_id = number
             self._hook(module, boundary)
+            free = max(free, RemovableHandle.next_id)
+        RemovableHandle.next_id = free  # the last module may have taken none
         self._hooked = [
             boundary.name
             for module, boundary in boundaries
