@@ -16,9 +16,9 @@ import numpy.typing as npt
 class _Format:
     mantissa_bits: int
     bias: int  # of the exponent
-    ends: (
-        str  # "ieee": as float16; else "nan": the last of each sign is NaN; "unsigned zero": -0 is
-    )
+    # "ieee": as float16. "nan": the last of each sign is NaN. "unsigned zero": -0 is NaN.
+    # "no sign": an exponent alone, whose last is NaN.
+    ends: str
 
 
 FLOAT8 = {

@@ -97,15 +97,6 @@ def stand_ins(storages: Storages, node: Any, returned: Sequence[Argument]) -> li
     return found
 
 
-def has_value(operator: Operator, argument: Argument) -> bool:
-    """Whether all of an argument is a value of the run when the operator begins."""
-    # out=: what was in that memory before plays no part.
-    replaced = operator.overwrites or isinstance(argument.key, str)
-    if replaced and argument.key in operator.written:
-        return False
-    return argument.storage is None or argument.storage.has_value(argument.tensor)
-
-
 def is_replaced(operator: Operator, argument: Argument) -> bool:
     """Whether what was in the memory of an argument before plays no part."""
     replaces = operator.overwrites or isinstance(argument.key, str)  # out=

@@ -167,10 +167,12 @@ class OperatorCalls:
             self._record_generator(running, site, kwargs)
         if self._inputs_wanted and not operator.makes_uninitialised:
             for argument in arguments:
+                if blanks.is_replaced(operator, argument):
+                    continue
                 moment = "before" if argument.key in operator.written else None
-                if blanks.has_value(operator, argument):
+                if argument.storage is None or argument.storage.has_value(argument.tensor):
                     self._record(running, argument, "input", moment)
-                elif not blanks.is_replaced(operator, argument):
+                else:
                     self._record_values(running, argument, "input", moment)
         return running
 
